@@ -1,0 +1,509 @@
+"""The files: Profile (measured) -> Plan (solved) -> FrozenPlan (bound to a model), strict and versioned.
+
+Every model is frozen and keyword-only; an unknown key, a NaN, a truncated file or another version is an error that names it.
+Units are in the names: `_bytes` are integers, `_us` are microseconds of the profiled machine, `rel_error` is ||g_plan - g|| / ||g||.
+This file reads and writes nothing but these files and imports no torch, solver or pandas: training loads plans through it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hilore_cli.errors import HiloreError, PlanMismatchError, ProfileError
+
+PROFILE_VERSION = 1
+PLAN_VERSION = 1
+FROZEN_VERSION = 1
+
+
+class Strict(BaseModel):
+    """Base of all records: frozen, no unknown keys, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- graph
+
+
+class GraphNode(Strict):
+    """One node of a layer class's joint forward and backward graph, in the graph's own order.
+
+    A node owns a storage, is a view of another node's (`storage` is the owner's index), or has none (`storage` = -1:
+    operators with several outputs, whose getitem nodes own the storages).
+    """
+
+    index: int
+    name: str
+    target: str = Field(description="operator as torch prints it, or 'placeholder'")
+    side: Literal["forward", "backward", "tangent"]
+    inputs: list[int] = Field(description="indices of tensor-valued argument nodes, without repetition")
+    storage: int = Field(description="index of the node that owns the storage; own index if it owns; -1 if none")
+    nbytes: int = Field(ge=0, description="bytes of the storage at the profiled shape; 0 unless the node owns one")
+    nbytes_terms: dict[str, int] = Field(description="the same as a polynomial of batch b and length s: {'1': c, 'bs': k, 'bss': q}")
+    kind: Literal["value", "parameter", "activation", "shared"] = Field(
+        description="placeholders: parameter (or buffer), activation (this layer's own input), shared by all layers; all else: value"
+    )
+    unit: str | None = Field(description="recovery unit key, for forward nodes that own a storage and for the activation input")
+    matmul: bool = Field(description="matmul-like (matrix products, attention): what the memory phases count")
+    pinned: bool = Field(description="must never be recomputed: random, steers indexing, collective; stored if backward needs it")
+    compressible: bool = Field(description="floating, large enough, finite by design")
+    time_us: float = Field(ge=0, description="median time of the operator; 0 for views, placeholders and backward nodes")
+
+
+class LayerClass(Strict):
+    """Layers whose traced graphs are equal share one class."""
+
+    name: str
+    graph_digest: str
+    nodes: list[GraphNode]
+    outputs: list[int] = Field(description="indices of the nodes that the backward graph returns (gradients), without repetition")
+    forward_outputs: list[int] = Field(description="indices of the nodes that the forward returns to the model")
+
+
+class LayerRow(Strict):
+    """One decoder layer as profiled."""
+
+    index: int
+    fqn: str
+    layer_class: str
+    fallback: str | None = Field(default=None, description="why the layer could not be captured whole; it is then left to torch's checkpoint")
+    grad_norm: float = Field(ge=0, description="norm of the exact gradient of the layer's parameters")
+    input_grad_norm: float = Field(ge=0, description="norm of the exact gradient of the layer's input")
+
+
+class UnitRow(Strict):
+    """One recovery unit of one layer under one codec."""
+
+    layer: int
+    unit: str
+    codec: str
+    nbytes: int
+    payload_bytes: int
+    compress_us: float = Field(ge=0)
+    decompress_us: float = Field(ge=0)
+    rel_error: float = Field(ge=0, description="round trip: ||t' - t|| / ||t||")
+    exposure_error: float = Field(ge=0, description="the same with each token's square weighted by its exposure squared")
+    rho2: float = Field(ge=0, description="design section 6: squared relative error this unit alone brings into the whole gradient")
+
+
+# -------------------------------------------------------------------------------------------------------------- profile
+
+
+class Machine(Strict):
+    """What the figures were measured on."""
+
+    device: str
+    cpu: str
+    threads: int
+    torch: str
+    transformers: str
+    python: str
+    hilore: str
+
+
+class ModelId(Strict):
+    """What a plan is bound to. Two models with equal fingerprints run the same graphs."""
+
+    source: str = Field(description="preset, folder name or hub id that was profiled; for people, not compared")
+    architecture: str
+    config_digest: str
+    layers: int
+    parameters: int
+    trainable_digest: str = Field(description="digest of the names, shapes and dtypes of all parameters and of which are trainable")
+    dtype: str
+    attn_implementation: str
+    lora_rank: int | None
+
+
+class BatchId(Strict):
+    """The micro-batch that was profiled."""
+
+    source: str
+    digest: str
+    task: str
+    rows: int
+    length: int = Field(description="padded tokens of a row: prompt + completion")
+    tokens: int = Field(description="rows x length, padding included")
+    loss_tokens: int
+    group_size: int
+
+
+class Account(Strict):
+    """Memory of the step outside the layers' stored activations, in bytes; what is live when."""
+
+    weights_bytes: int
+    gradients_bytes: int = Field(description="gradient buffers of all trainable parameters: they persist between micro-batches")
+    optimizer_bytes: int
+    shared_bytes: int = Field(description="ids, masks, position embeddings and the like: live from before the first layer to the last backward")
+    head_bytes: int = Field(description="most bytes live above static + shared + stored during final norm, head and loss, forward and backward")
+    tail_bytes: int = Field(description="most bytes live above static + shared after the last layer's backward: embedding gradient")
+    update_bytes: int = Field(description="most bytes live above static during clipping and the optimizer step")
+
+    @property
+    def static_bytes(self) -> int:
+        """Weights, gradients and optimizer state: live during the whole update."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+class StepTimes(Strict):
+    """Whole updates on the profiled micro-batch, interleaved in one process; medians."""
+
+    none_us: float
+    gc_us: float
+    store_us: float = Field(description="the runtime with everything stored")
+    recompute_us: float = Field(description="the runtime with everything recomputed")
+    repeats: int
+    threads: int
+
+
+class StepPeaks(Strict):
+    """Measured peaks of whole updates, static part included."""
+
+    none_bytes: int
+    gc_bytes: int
+    store_bytes: int
+    recompute_bytes: int
+
+
+class CalibrationPair(Strict):
+    """One measured plan: predicted sum of rho^2 against the measured squared error of the whole gradient."""
+
+    label: str
+    predicted_rho2: float
+    measured_rel_error: float
+
+
+class Profile(Strict):
+    """One measured GRPO update. profile.json holds all but `classes[].nodes` and `units`, which are Parquet tables beside it."""
+
+    format: Literal["hilore-profile"] = "hilore-profile"
+    version: int = PROFILE_VERSION
+    name: str
+    created: str
+    machine: Machine
+    model: ModelId
+    batch: BatchId
+    head: str
+    codecs: list[str]
+    seed: int
+    gradient_norm: float
+    account: Account
+    times: StepTimes
+    peaks: StepPeaks
+    kappa: float = Field(gt=0, description="predicted eps^2 = kappa x sum of rho^2 (design section 6)")
+    calibration: list[CalibrationPair]
+    layers: list[LayerRow]
+    classes: list[LayerClass]
+    units: list[UnitRow]
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+Action = str  # "store", "recompute" or "compress:<codec>"
+
+
+class Pattern(Strict):
+    """The actions of one layer: units that are not named take `default`."""
+
+    default: Literal["recompute", "store"] = "recompute"
+    actions: dict[str, Action] = Field(default_factory=dict)
+
+
+class Prediction(Strict):
+    """What the plan is said to do on the profiled micro-batch and machine."""
+
+    peak_bytes: int
+    binding_moment: str
+    step_us: float
+    gc_us: float
+    none_us: float
+    gc_peak_bytes: int
+    none_peak_bytes: int
+    rel_error: float
+    recompute_us: float
+    codec_us: float
+    stored_bytes: int
+    compressed_bytes: int
+
+    @property
+    def speedup_vs_gc(self) -> float:
+        return self.gc_us / self.step_us
+
+    @property
+    def recovered(self) -> float:
+        """(T_gc - T_plan) / (T_gc - T_none); 0 when checkpointing costs nothing."""
+        span = self.gc_us - self.none_us
+        return (self.gc_us - self.step_us) / span if span > 0 else 0.0
+
+
+class SolverRecord(Strict):
+    """How the plan was found and how good it is known to be."""
+
+    solver: str
+    status: str
+    objective_us: float
+    bound_us: float = Field(description="objective of the LP relaxation: no plan can be cheaper")
+    gap_of_step: float = Field(description="(objective - bound) / predicted step time")
+    nodes: int
+    seconds: float
+    resolves: int
+    reproducible: bool
+
+
+class Alternative(Strict):
+    """Another point of the same profile, for comparison."""
+
+    label: str
+    cap_bytes: int
+    risk: float
+    peak_bytes: int
+    step_us: float
+    rel_error: float
+
+
+class Budgets(Strict):
+    """What was asked for."""
+
+    mem_cap: str
+    cap_bytes: int
+    risk: float
+    codecs: list[str]
+    max_patterns: int
+
+
+class Plan(Strict):
+    """The solved plan, before it is bound to a model."""
+
+    format: Literal["hilore-plan"] = "hilore-plan"
+    version: int = PLAN_VERSION
+    name: str
+    profile: str
+    profile_digest: str
+    model: ModelId
+    batch: BatchId
+    head: str
+    budgets: Budgets
+    patterns: dict[str, Pattern]
+    layers: list[str] = Field(description="pattern name of each layer, in order")
+    predicted: Prediction
+    solver: SolverRecord
+    alternatives: list[Alternative]
+
+
+# --------------------------------------------------------------------------------------------------------------- frozen
+
+
+class Variant(Strict):
+    """A full set of patterns for micro-batches of up to `max_tokens` (rows x padded length)."""
+
+    max_tokens: int = Field(gt=0)
+    layers: list[str]
+
+
+class Measurement(Strict):
+    """A dry run of the plan on one micro-batch."""
+
+    peak_bytes: int
+    gc_peak_bytes: int
+    rel_error: float
+    batch_digest: str
+    date: str
+
+
+class FrozenPlan(Strict):
+    """What the runtime carries out. Bound to a model by its fingerprint; `digest` covers everything else in the file."""
+
+    format: Literal["hilore-frozen-plan"] = "hilore-frozen-plan"
+    version: int = FROZEN_VERSION
+    name: str
+    plan_digest: str
+    model: ModelId
+    head: str
+    budgets: Budgets
+    patterns: dict[str, Pattern]
+    layer_fqns: list[str]
+    fallback: list[str] = Field(default_factory=list, description="fqns of layers that are left to torch's checkpoint")
+    variants: list[Variant] = Field(description="by growing max_tokens; above the largest every layer is recomputed")
+    predicted: Prediction
+    measured: Measurement | None
+    digest: str = ""
+
+    UNDIGESTED: ClassVar[set[str]] = {"digest"}
+
+
+# ------------------------------------------------------------------------------------------------------- reading, writing
+
+Record = TypeVar("Record", bound=Strict)
+
+
+def digest_of(record: Strict) -> str:
+    """sha256 (16 hex digits) of a record's canonical JSON, without the fields named in its UNDIGESTED."""
+    exclude = getattr(type(record), "UNDIGESTED", None)
+    text = json.dumps(record.model_dump(mode="json", exclude=exclude), sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write a file so that a reader, a crash or a full disk sees the old content or the new, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise HiloreError(f"{path}: cannot be written ({error.strerror}); the old file, if any, is untouched") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def save_json(record: Strict, path: Path) -> None:
+    """Write a plan or frozen plan as indented JSON, atomically."""
+    write_atomic(path, (record.model_dump_json(indent=1) + "\n").encode())
+
+
+def load_plan_file(path: Path | str) -> Plan:
+    """Read plans/<name>.plan.json. Raises PlanMismatchError."""
+    return _load(Path(path), Plan, PlanMismatchError, remedy="make it again with `hilore plan`")
+
+
+def load_frozen_plan(path: Path | str) -> FrozenPlan:
+    """Read a frozen plan and check its digest. Raises PlanMismatchError."""
+    plan = _load(Path(path), FrozenPlan, PlanMismatchError, remedy="make it again with `hilore apply`")
+    if plan.digest != digest_of(plan):
+        raise PlanMismatchError(f"{path}: digest {plan.digest or '(none)'} does not match the content; a frozen plan is not edited by hand: make it again with `hilore apply`")
+    return plan
+
+
+def freeze(plan: FrozenPlan) -> FrozenPlan:
+    """The same plan with its digest filled in."""
+    return plan.model_copy(update={"digest": digest_of(plan)})
+
+
+def save_profile(profile: Profile, folder: Path) -> None:
+    """Write profiles/<name>/: profile.json and two Parquet tables that pandas reads.
+
+    The tables are named by their content and profile.json, which names them, is replaced last: at any moment the
+    folder holds one whole profile.
+    """
+    nodes = [{"layer_class": c.name, **_parquet_row(n)} for c in profile.classes for n in c.nodes]
+    units = [u.model_dump() for u in profile.units]
+    tables = {"nodes": _parquet_bytes(nodes), "units": _parquet_bytes(units)}
+    names = {key: f"{key}.{hashlib.sha256(content).hexdigest()[:8]}.parquet" for key, content in tables.items()}
+    for key, content in tables.items():
+        write_atomic(folder / names[key], content)
+    document = profile.model_dump(mode="json", exclude={"units": True, "classes": {"__all__": {"nodes"}}})
+    document["tables"] = names
+    write_atomic(folder / "profile.json", (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
+    for stale in folder.glob("*.parquet"):
+        if stale.name not in names.values() and stale.name.split(".")[0] in names:
+            stale.unlink()
+
+
+def load_profile(folder: Path | str) -> Profile:
+    """Read profiles/<name>/. Raises ProfileError that names the file and what is wrong with it."""
+    folder = Path(folder)
+    path = folder / "profile.json"
+    remedy = "measure it again with `hilore profile`"
+    document = _read_document(path, ProfileError, remedy)
+    _check_version(document, Profile, path, ProfileError, remedy)
+    tables = document.pop("tables", None)
+    if not isinstance(tables, dict) or set(tables) != {"nodes", "units"}:
+        raise ProfileError(f"{path}: key 'tables' must name the nodes and units tables; {remedy}")
+    nodes = _read_table(folder / str(tables["nodes"]), remedy)
+    document["units"] = _read_table(folder / str(tables["units"]), remedy)
+    for layer_class in document.get("classes", []):
+        layer_class["nodes"] = [_node_of(row) for row in nodes if row["layer_class"] == layer_class.get("name")]
+    return _validate(document, Profile, path, ProfileError, remedy)
+
+
+def _load(path: Path, model: type[Record], error: type[HiloreError], *, remedy: str) -> Record:
+    document = _read_document(path, error, remedy)
+    _check_version(document, model, path, error, remedy)
+    return _validate(document, model, path, error, remedy)
+
+
+def _read_document(path: Path, error: type[HiloreError], remedy: str) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(), parse_constant=_refuse_constant)
+    except FileNotFoundError:
+        raise error(f"{path}: no such file; {remedy}") from None
+    except OSError as cause:
+        raise error(f"{path}: cannot be read ({cause.strerror})") from cause
+    except ValueError as cause:
+        raise error(f"{path}: not a whole JSON document ({cause}); {remedy}") from cause
+    if not isinstance(document, dict):
+        raise error(f"{path}: a JSON object is expected, this is a {type(document).__name__}; {remedy}")
+    return document
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _check_version(document: dict[str, Any], model: type[Strict], path: Path, error: type[HiloreError], remedy: str) -> None:
+    expected_format = model.model_fields["format"].default
+    expected_version = model.model_fields["version"].default
+    if document.get("format") != expected_format:
+        raise error(f"{path}: format is {document.get('format')!r}, {expected_format!r} is expected")
+    if document.get("version") != expected_version:
+        raise error(f"{path}: version {document.get('version')!r} of {expected_format}, this hilore reads version {expected_version}; {remedy}")
+
+
+def _validate(document: dict[str, Any], model: type[Record], path: Path, error: type[HiloreError], remedy: str) -> Record:
+    try:
+        return model.model_validate_json(json.dumps(document, allow_nan=False), strict=True)
+    except ValidationError as cause:
+        first = cause.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise error(f"{path}: {where}: {first['msg']}; {remedy}") from cause
+    except ValueError as cause:
+        raise error(f"{path}: {cause}; {remedy}") from cause
+
+
+def _parquet_row(node: GraphNode) -> dict[str, Any]:
+    row = node.model_dump()
+    row["nbytes_terms"] = json.dumps(row["nbytes_terms"], sort_keys=True)
+    return row
+
+
+def _node_of(row: dict[str, Any]) -> dict[str, Any]:
+    node = {key: value for key, value in row.items() if key != "layer_class"}
+    return node | {"nbytes_terms": json.loads(node["nbytes_terms"])}
+
+
+def _parquet_bytes(rows: list[dict[str, Any]]) -> bytes:
+    import pyarrow  # kept out of training's import time: only profiles are tables
+    import pyarrow.parquet
+
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def _read_table(path: Path, remedy: str) -> list[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except FileNotFoundError:
+        raise ProfileError(f"{path}: no such file; {remedy}") from None
+    except (OSError, pyarrow.ArrowException) as cause:
+        raise ProfileError(f"{path}: not a readable Parquet table ({cause}); {remedy}") from cause
+    for row in rows:
+        for key, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ProfileError(f"{path}: column {key} holds {value}; {remedy}")
+    return rows
