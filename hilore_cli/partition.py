@@ -1,0 +1,174 @@
+"""A plan's pattern -> two graphs. The only file that touches torch's compiler backends and partitioner.
+
+Torch's joint graph is tagged (MUST_SAVE for what the pattern stores or compresses and for what may never be recomputed,
+MUST_RECOMPUTE for the rest), split by torch's default partitioner, and each compressed saved value is replaced by its payload:
+`hilore::compress` right after the producer in the forward graph, `hilore::decompress` right before the first use in the
+backward graph. Names used: `functorch.compile.default_partition`, `torch._dynamo.backends.common.aot_autograd`,
+`torch.utils.checkpoint.CheckpointPolicy` (torch 2.11 to 2.14 alike); `torch.compile(isolate_recompiles=)` is absent in 2.11.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from functorch.compile import default_partition
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+import hilore_cli.codecs  # noqa: F401 - registers torch.ops.hilore
+from hilore_cli.capture import JointGraph, forward_nodes, must_store, storage_owners, unit_keys
+from hilore_cli.errors import CaptureError, PlanMismatchError
+from hilore_cli.schema import Pattern
+
+HAS_ISOLATE_RECOMPILES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+
+
+def compile_layer(forward: Callable[..., Any], *, pattern: Pattern, on_split: Callable[[JointGraph], None], on_graphs: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None, run: Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]] | None = None) -> Callable[..., Any]:
+    """`type(layer).forward` compiled once for one pattern; the layer is the first argument, so layers share the graphs.
+
+    `on_split` is told of every joint graph before it is split, and proves that the plan is on (torch runs a layer eagerly
+    without a word in several situations: facts in the README). `run` may wrap the generated code ("forward" or "backward").
+    """
+
+    def partition(module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint = JointGraph(module=module, num_fwd_outputs=num_fwd_outputs, static_indices=frozenset(static_lifetime_input_indices or ()))
+        on_split(joint)
+        graphs = split_joint(joint, joint_inputs, pattern=pattern, static_lifetime_input_indices=static_lifetime_input_indices, **rest)
+        if on_graphs is not None:
+            on_graphs(*graphs)
+        return graphs
+
+    def compiler(side: str) -> Callable[..., Any]:
+        def compile_graph(graph: fx.GraphModule, _example_inputs: Any) -> Callable[[list[Any]], Any]:
+            boxed = box_graph(graph)
+            return boxed if run is None else _as_boxed(run(graph, side))
+
+        return compile_graph
+
+    backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), partition_fn=partition)
+    options = {"isolate_recompiles": True} if HAS_ISOLATE_RECOMPILES else {}
+    return torch.compile(forward, backend=backend, fullgraph=True, dynamic=True, **options)
+
+
+@contextmanager
+def compiler_settings() -> Iterator[None]:
+    """Settings of torch's compiler for our calls only; why each: the README's section on the runtime.
+
+    donated_buffer: retain_graph works. skip_nnmodule_hook_guards: hooks added later are honoured. use_duck_shape: a length
+    that equals a head size does not become one symbol with it. specialize_float: eps is a constant, not a tensor input.
+    """
+    with (
+        torch._functorch.config.patch(donated_buffer=False),
+        torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, specialize_float=True),
+        torch.fx.experimental._config.patch(use_duck_shape=False),
+    ):
+        yield
+
+
+def box_graph(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Generated code that empties its argument list, so that each value dies after its last use."""
+    graph.graph.set_codegen(_BoxedCodeGen())
+    graph.recompile()
+    return _as_boxed(graph.forward)
+
+
+def split_joint(joint: JointGraph, joint_inputs: Any, *, pattern: Pattern, **partitioner_arguments: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward graph of one layer under one pattern. Raises PlanMismatchError for a unit that the graph lacks."""
+    keys = unit_keys(joint)
+    codec_of = tag_joint(joint, keys, pattern)
+    forward, backward = default_partition(joint.module, joint_inputs, num_fwd_outputs=joint.num_fwd_outputs, **partitioner_arguments)
+    for name, codec in codec_of.items():
+        insert_codec(forward, backward, name=name, codec=codec, num_fwd_outputs=joint.num_fwd_outputs)
+    for graph in (forward, backward):
+        graph.graph.lint()
+    return forward, backward
+
+
+def tag_joint(joint: JointGraph, keys: dict[str, str], pattern: Pattern) -> dict[str, str]:
+    """Tag every forward operator for torch's partitioner; returns node name -> codec for the units to compress."""
+    missing = set(pattern.actions) - set(keys.values())
+    if missing:
+        raise PlanMismatchError(f"the plan names unit {sorted(missing)[0]!r}, which this layer's graph does not have; profile the model as it is run now")
+    owners = storage_owners(joint)
+    codec_of: dict[str, str] = {}
+    for node in forward_nodes(joint):
+        owner = owners.get(node.name, node.name)
+        action = pattern.actions.get(keys.get(owner, ""), pattern.default)
+        compressed = action.startswith("compress:")
+        if compressed and owner == node.name:
+            codec_of[node.name] = action.removeprefix("compress:")
+        if node.op == "call_function":
+            # views of a compressed or stored unit are taken again from what is saved: one copy per storage
+            saved = must_store(node) if owner != node.name and action != pattern.default else action != "recompute" or must_store(node)
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
+    return codec_of
+
+
+def insert_codec(forward: fx.GraphModule, backward: fx.GraphModule, *, name: str, codec: str, num_fwd_outputs: int) -> None:
+    """Replace one saved value by its payload in both graphs; nothing happens when backward does not read it."""
+    saved_input = next((n for n in backward.graph.find_nodes(op="placeholder") if n.name == name), None)
+    producer = next((n for n in forward.graph.nodes if n.name == name), None)
+    if saved_input is None or producer is None:
+        return
+    value = producer.meta["val"]
+    output = next(iter(forward.graph.find_nodes(op="output")))
+    with forward.graph.inserting_after(_last_placeholder_or(producer, forward)):
+        payload = forward.graph.call_function(torch.ops.hilore.compress.default, (producer, codec))
+    payload.meta["val"] = torch.ops.hilore.compress.default(value, codec)
+    results = list(output.args[0])
+    output.args = ([*results[:num_fwd_outputs], *(payload if r is producer else r for r in results[num_fwd_outputs:])],)
+    first_use = next(iter(sorted(saved_input.users, key=list(backward.graph.nodes).index)))
+    with backward.graph.inserting_before(first_use):
+        size, stride = _symbolic_list(backward, value.shape), _symbolic_list(backward, value.stride())
+        restored = backward.graph.call_function(torch.ops.hilore.decompress.default, (saved_input, codec, value.dtype, size, stride))
+    restored.meta["val"] = value
+    saved_input.replace_all_uses_with(restored, delete_user_cb=lambda user: user is not restored)
+    saved_input.meta["val"] = payload.meta["val"]
+
+
+def _last_placeholder_or(producer: fx.Node, forward: fx.GraphModule) -> fx.Node:
+    """Where `compress` goes: after the producer, or after all placeholders when the producer is one."""
+    return producer if producer.op != "placeholder" else forward.graph.find_nodes(op="placeholder")[-1]
+
+
+def _symbolic_list(backward: fx.GraphModule, sizes: Any) -> list[Any]:
+    return [size if isinstance(size, int) else _symbolic_node(backward, size.node.expr) for size in sizes]
+
+
+def _symbolic_node(backward: fx.GraphModule, expression: Any) -> fx.Node:
+    """A node of the backward graph that holds a symbolic size: one that is there, or computed from the inputs' shapes."""
+    symbols: dict[Any, fx.Proxy] = {}
+    for node in backward.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            if value.node.expr == expression:
+                return node
+            symbols.setdefault(value.node.expr, fx.Proxy(node))
+    for symbol in expression.free_symbols - set(symbols):
+        symbols[symbol] = fx.Proxy(_size_node(backward, symbol))
+    return sympy_interp(PythonReferenceAnalysis, symbols, expression).node
+
+
+def _size_node(backward: fx.GraphModule, symbol: Any) -> fx.Node:
+    for node in backward.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        for dimension, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                return backward.graph.call_function(torch.ops.aten.sym_size.int, (node, dimension))
+    raise CaptureError(f"the size {symbol} of a compressed unit is not known in the layer's backward graph; leave the unit out with --codecs or report the layer")
+
+
+def _as_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def run_graph(arguments: list[Any]) -> Any:
+        return function(arguments)
+
+    run_graph._boxed_call = True
+    return run_graph

@@ -1,0 +1,236 @@
+"""attach / detach: carrying a frozen plan out inside the user's own trainer.
+
+    from hilore_cli import attach, load_plan
+    with attach(model, load_plan("plans/smollm2-math.json")):
+        train()
+
+What it does NOT do: profile, plan, change the forward pass, touch generation or evaluation without gradients (there the layer's
+own forward runs), or keep a model alive. A copied, pickled or loaded model carries an inert handle.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from hilore_cli.capture import JointGraph, model_identity
+from hilore_cli.errors import CaptureError, HiloreError, PlanMismatchError
+from hilore_cli.models import decoder_layers
+from hilore_cli.partition import compile_layer, compiler_settings
+from hilore_cli.schema import FrozenPlan, ModelId, Pattern, Variant, load_frozen_plan
+
+RECOMPUTE_ALL = "recompute-all"
+"""Name of the pattern that micro-batches above the largest variant fall back to: exact, and never over checkpointing's peak."""
+
+Runner = Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]]
+
+
+def load_plan(path: Path | str) -> FrozenPlan:
+    """Read and check a frozen plan. Raises PlanMismatchError that names the file and the remedy."""
+    return load_frozen_plan(path)
+
+
+def attach(model: nn.Module, plan: FrozenPlan) -> Handle:
+    """Install a frozen plan on the model it was made for; returns a handle that is a context manager.
+
+    Raises PlanMismatchError when model, dtype, attention implementation, layer count or trainable parameters are not
+    those of the plan, or when a plan is attached already.
+    """
+    check_identity(model_identity(model, source=plan.model.source), plan.model, name=plan.name)
+    fqns = [fqn for fqn, _ in decoder_layers(model)]
+    if len(fqns) != len(plan.layer_fqns):
+        raise PlanMismatchError(f"plan {plan.name}: made for {len(plan.layer_fqns)} decoder layers, the model has {len(fqns)}")
+    return attach_patterns(model, patterns=plan.patterns, variants=plan.variants, name=plan.name, fallback=plan.fallback)
+
+
+def check_identity(found: ModelId, expected: ModelId, *, name: str) -> None:
+    """Raise PlanMismatchError that names the first difference between the model at hand and the one a file was made for."""
+    labels = {
+        "architecture": "architecture",
+        "layers": "number of decoder layers",
+        "dtype": "dtype",
+        "attn_implementation": "attention implementation",
+        "lora_rank": "LoRA rank",
+        "parameters": "number of parameters",
+        "config_digest": "configuration digest",
+        "trainable_digest": "digest of parameter names, shapes and which are trainable",
+    }
+    for field, label in labels.items():
+        mine, theirs = getattr(found, field), getattr(expected, field)
+        if mine != theirs:
+            raise PlanMismatchError(f"plan {name}: made for {label} {theirs}, this model has {mine}; profile and plan this model, or load the one the plan was made for")
+
+
+def attach_patterns(
+    model: nn.Module,
+    *,
+    patterns: Mapping[str, Pattern],
+    variants: Sequence[Variant],
+    name: str,
+    fallback: Sequence[str] = (),
+    run: Runner | None = None,
+    on_split: Callable[[JointGraph], None] | None = None,
+) -> Handle:
+    """Install patterns without a fingerprint check: `attach` and the profiler build on it.
+
+    `run` wraps the generated graphs and `on_split` sees each joint graph (profiler only).
+    """
+    layers = decoder_layers(model)
+    for fqn, layer in layers:
+        if "_hilore" in vars(layer) and not vars(layer)["_hilore"].inert:
+            raise PlanMismatchError(f"{fqn}: a plan is attached already; detach it first")
+        if "forward" in vars(layer) and "_hilore" not in vars(layer):
+            raise PlanMismatchError(f"{fqn}: its forward was replaced on the instance by other code; attach the plan before that")
+    for variant in variants:
+        if len(variant.layers) != len(layers):
+            raise PlanMismatchError(f"plan {name}: made for {len(variant.layers)} decoder layers, the model has {len(layers)}")
+    program = Program(name=name, patterns=patterns, variants=variants, run=run, on_split=on_split)
+    for index, (fqn, layer) in enumerate(layers):
+        layer._hilore = LayerHandle(program=program, index=index, fqn=fqn, checkpointed=fqn in fallback)
+        layer.forward = types.MethodType(forward, layer)
+    return Handle(program=program, layers=[layer for _, layer in layers])
+
+
+class Handle:
+    """An attached plan. Use as a context manager or call `detach()`; holds no reference that keeps the model alive."""
+
+    def __init__(self, *, program: Program, layers: Sequence[nn.Module]) -> None:
+        self.program = program
+        self._layers = [weakref.ref(layer) for layer in layers]
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Give every layer its own forward back. Calling it twice is harmless."""
+        for reference in self._layers:
+            layer = reference()
+            if layer is not None and "_hilore" in vars(layer) and vars(layer)["_hilore"].program is self.program:
+                del layer._hilore
+                del layer.forward
+
+    @property
+    def calls(self) -> Counter[str]:
+        """How many training calls each pattern has served."""
+        return self.program.calls
+
+    @property
+    def graphs(self) -> Counter[str]:
+        """How many joint graphs were split for each pattern: more than a few means recompiles."""
+        return self.program.splits
+
+
+class Program:
+    """The patterns of one attached plan, compiled on first use and shared by the layers."""
+
+    def __init__(self, *, name: str, patterns: Mapping[str, Pattern], variants: Sequence[Variant], run: Runner | None, on_split: Callable[[JointGraph], None] | None) -> None:
+        self.name = name
+        self.patterns = {**patterns, RECOMPUTE_ALL: Pattern()}
+        self.variants = sorted(variants, key=lambda v: v.max_tokens)
+        self.calls: Counter[str] = Counter()
+        self.splits: Counter[str] = Counter()
+        self.current_layer = -1
+        self._run = run
+        self._on_split = on_split
+        self._compiled: dict[tuple[str, type], Callable[..., Any]] = {}
+        self._warned = False
+
+    def pattern_of(self, layer: int, tokens: int) -> str:
+        """Name of the layer's pattern for a micro-batch of so many tokens; recompute-all above the largest variant."""
+        for variant in self.variants:
+            if tokens <= variant.max_tokens:
+                return variant.layers[layer]
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"plan {self.name}: a micro-batch of {tokens} tokens is above the plan's largest ({self.variants[-1].max_tokens}); every layer is recomputed for it. Profile with --tokens {tokens}", stacklevel=2)
+        return RECOMPUTE_ALL
+
+    def call(self, layer: nn.Module, handle: LayerHandle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one layer's training forward under its pattern."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        name = self.pattern_of(handle.index, hidden.shape[0] * hidden.shape[1])
+        compiled = self._compiled_for(name, type(layer))
+        self.current_layer = handle.index
+        try:
+            with compiler_settings():
+                output = compiled(layer, *args, **kwargs)
+        except Exception as error:
+            raise _explain(error, plan=self.name, fqn=handle.fqn) from error
+        self.calls[name] += 1
+        if self.splits[name] == 0 and _requires_grad(output):
+            raise CaptureError(f"plan {self.name}: {handle.fqn} ran without its plan (torch ran the layer uncompiled); a TorchDispatchMode or a disabled torch.compile does this: end it, or detach the plan")
+        return output
+
+    def _compiled_for(self, name: str, layer_type: type) -> Callable[..., Any]:
+        key = (name, layer_type)
+        if key not in self._compiled:
+            self._compiled[key] = compile_layer(layer_type.forward, pattern=self.patterns[name], on_split=lambda joint: self._count(name, joint), run=self._run)
+        return self._compiled[key]
+
+    def _count(self, name: str, joint: JointGraph) -> None:
+        self.splits[name] += 1
+        if self._on_split is not None:
+            self._on_split(joint)
+
+
+class LayerHandle:
+    """What an attached layer carries. Copies and unpickles as inert, so that a copy runs its own weights and its own forward."""
+
+    def __init__(self, program: Program | None = None, index: int = -1, fqn: str = "", checkpointed: bool = False) -> None:
+        self.program = program
+        self.index = index
+        self.fqn = fqn
+        self.checkpointed = checkpointed
+
+    @property
+    def inert(self) -> bool:
+        return self.program is None
+
+    def __copy__(self) -> LayerHandle:
+        return LayerHandle()
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> LayerHandle:
+        return LayerHandle()
+
+    def __reduce__(self) -> tuple[type[LayerHandle], tuple[()]]:
+        return (LayerHandle, ())
+
+
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Installed as a bound method of this name on each layer (a closure would run the original's weights in a deep copy)."""
+    handle: LayerHandle = self._hilore
+    if handle.inert or not torch.is_grad_enabled():
+        return type(self).forward(self, *args, **kwargs)
+    if self.training and vars(self).get("gradient_checkpointing", False):
+        raise PlanMismatchError(f"{handle.fqn}: gradient checkpointing is on, which would recompute what the plan stores; set gradient_checkpointing=False (model.gradient_checkpointing_disable())")
+    if handle.checkpointed:
+        return checkpoint(types.MethodType(type(self).forward, self), *args, use_reentrant=False, **kwargs)
+    return handle.program.call(self, handle, args, kwargs)
+
+
+def _requires_grad(output: Any) -> bool:
+    values = output if isinstance(output, (tuple, list)) else (output,)
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
+def _explain(error: Exception, *, plan: str, fqn: str) -> Exception:
+    """Our own errors as they are; torch's capture failures as a CaptureError that names the layer; anything else unchanged."""
+    inner = getattr(error, "inner_exception", None) or error
+    if isinstance(inner, HiloreError):
+        return type(inner)(f"{fqn}: {inner}")
+    if isinstance(error, (torch._dynamo.exc.TorchDynamoException,)):
+        reason = f"{type(inner).__name__}: {(str(inner).strip().splitlines() or [''])[0]}"
+        return CaptureError(f"plan {plan}: {fqn} cannot be captured whole: {reason}")
+    return error
