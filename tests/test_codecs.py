@@ -26,12 +26,15 @@ from hilore_cli.errors import CodecError, UsageError
 
 ALL_CODECS = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 ALL_DTYPES = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-NUMELS = (1, 31, 32, 33, 96, 127, 128, 129, 4096, cpu.CHUNK_NUMEL + 40)
+CHUNK = 4096  # in place of cpu.CHUNK_NUMEL, to cross its boundaries with small tensors
+NUMELS = (1, 31, 32, 33, 96, 127, 128, 129, CHUNK, CHUNK + 40, 3 * CHUNK)
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small are slower on several threads, by much where the cores are shared."""
+def one_thread_small_chunks(monkeypatch):
+    """One thread: tensors this small are slower on several, by much where the cores are shared."""
+    assert cpu.CHUNK_NUMEL % CHUNK == 0
+    monkeypatch.setattr(cpu, "CHUNK_NUMEL", CHUNK)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -132,7 +135,12 @@ def test_error_stays_within_the_bound(codec, dtype):
 
 
 @ALL_CODECS
-@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+@hypothesis.settings(
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],  # the fixture above need not be reset
+)
 @hypothesis.given(
     values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=70),
     shrink=st.sampled_from([1.0, 1e-3, 1e-20, 1e-34]),
@@ -212,7 +220,7 @@ def test_nu05_garbage_tail_rows_do_not_reach_the_rows_before(codec):
 
 
 def test_nu01_a_nan_after_the_last_chunk_boundary_is_found():
-    x = torch.ones(cpu.CHUNK_NUMEL + 64, dtype=torch.bfloat16)
+    x = torch.ones(CHUNK + 64, dtype=torch.bfloat16)
     x[-1] = math.nan
     restored = codecs.round_trip(x, "int8")
     assert restored[-32:].isnan().all()

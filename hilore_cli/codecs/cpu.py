@@ -12,10 +12,11 @@ import math
 import torch
 from torch import Tensor
 
-from hilore_cli.codecs.reference import Codec, nan_row, narrow, pad_to_groups, payload_bytes
+from hilore_cli.codecs.reference import Codec, clamp_overshoot, nan_row, pad_to_groups, payload_bytes
 
-# Elements converted at a time where the dtype is not fp32: the fp32 copy stays in the second-level cache and never shows in the peak.
-CHUNK_NUMEL = 128 * 1024
+# Elements converted to or from fp32 at a time (a multiple of every group): 4 MiB of it stay in the cache and hardly show in the peak.
+# bf16 int8, 1 thread, 16 M elements, GB/s of fp32 (in; out): 128 Ki 5.8; 11.0, 1 Mi 6.6; 14.6, all at once 5.4; 9.6.
+CHUNK_NUMEL = 2**20
 
 _prepack8 = torch.ops.quantized.embedding_bag_byte_prepack.default
 _prepack4 = torch.ops.quantized.embedding_bag_4bit_prepack.default
@@ -26,8 +27,8 @@ _unpack4 = torch.ops.quantized.embedding_bag_4bit_unpack.default
 def compress(flat: Tensor, codec: Codec) -> Tensor:
     """As `reference.compress`."""
     numel = flat.numel()
-    if flat.dtype == torch.float32 and numel % codec.group == 0:
-        return _encode(flat, codec).view(-1)
+    if numel <= CHUNK_NUMEL or (flat.dtype == torch.float32 and numel % codec.group == 0):
+        return _encode(pad_to_groups(flat.float(), codec), codec).view(-1)
     payload = flat.new_empty(payload_bytes(codec, numel), dtype=torch.uint8)
     rows = payload.view(-1, codec.row_bytes)
     for start in range(0, numel, CHUNK_NUMEL):
@@ -47,7 +48,8 @@ def decompress(payload: Tensor, codec: Codec, *, dtype: torch.dtype, numel: int)
     step = CHUNK_NUMEL // codec.group
     for row in range(0, rows.shape[0], step):
         target = flat[row * codec.group : (row + step) * codec.group]
-        target.copy_(narrow(unpack(rows[row : row + step]).view(-1)[: target.numel()], codec, dtype))
+        values = unpack(rows[row : row + step]).view(-1)[: target.numel()]
+        target.copy_(clamp_overshoot(values, codec, dtype))  # rounds to dtype on the way
     return flat
 
 

@@ -80,14 +80,13 @@ def decompress(payload: Tensor, codec: Codec, *, dtype: torch.dtype, numel: int)
         codes = torch.stack((packed & 15, packed >> 4), dim=2).view(-1, codec.group)
         meta = rows[:, codec.code_bytes :].contiguous().view(torch.float16).float()
     values = _fma(codes.float(), meta[:, :1], meta[:, 1:])
-    return narrow(values, codec, dtype).view(-1)[:numel]
+    return clamp_overshoot(values, codec, dtype).to(dtype).view(-1)[:numel]
 
 
-def narrow(values: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
-    """fp32 -> `dtype`. int4's rounded scale can overshoot the largest fp16 by 0.05 %: that is the largest fp16, not inf."""
-    if dtype == torch.float16 and codec.bits == 4:
-        values = values.clamp(-FP16_MAX, FP16_MAX)
-    return values.to(dtype)
+def clamp_overshoot(values: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
+    """int4's rounded scale can overshoot the largest fp16 by 0.05 %: that is to become the largest fp16, not inf."""
+    overshoots = dtype == torch.float16 and codec.bits == 4
+    return values.clamp(-FP16_MAX, FP16_MAX) if overshoots else values
 
 
 def pad_to_groups(flat: Tensor, codec: Codec) -> Tensor:
