@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -134,7 +136,10 @@ def load_model(
     with _quiet_transformers():
         try:
             model, loading = AutoModelForCausalLM.from_pretrained(
-                source, dtype=DTYPES[dtype], attn_implementation=attn_implementation, output_loading_info=True
+                _local_or_reachable(source),
+                dtype=DTYPES[dtype],
+                attn_implementation=attn_implementation,
+                output_loading_info=True,
             )
         except Exception as error:  # transformers raises a dozen types here; all of them mean the same to the user
             raise UsageError(_loading_failure(spec, source, error)) from error
@@ -152,7 +157,7 @@ def load_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase:
     source = resolve_model(spec)
     with _quiet_transformers():
         try:
-            return AutoTokenizer.from_pretrained(source)
+            return AutoTokenizer.from_pretrained(_local_or_reachable(source))
         except Exception as error:  # as in load_model
             raise UsageError(_loading_failure(spec, source, error, what="tokenizer of model")) from error
 
@@ -260,6 +265,24 @@ def _loading_failure(spec: str | Path, source: Path | str, error: Exception, *, 
         f"{what} {spec}: cannot be loaded from the hub as {source} ({_first_line(error)}); "
         "check the name and the network, or give a local folder"
     )
+
+
+def _local_or_reachable(source: Path | str) -> Path | str:
+    """A hub id whose hub cannot be reached becomes its folder in the hub's own cache.
+
+    transformers would ask the hub for a minute, saying so on stderr, and look into the cache only then.
+    """
+    proxies = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_ENDPOINT")
+    if isinstance(source, Path) or any(os.environ.get(name) for name in proxies):
+        return source
+    try:
+        socket.create_connection(("huggingface.co", 443), timeout=5).close()
+    except OSError as unreachable:
+        try:
+            return Path(snapshot_download(source, local_files_only=True))
+        except OSError:
+            raise OSError("the hub cannot be reached, and its cache folder has no copy") from unreachable
+    return source
 
 
 def _first_line(error: object) -> str:

@@ -68,6 +68,10 @@ def generate_rollouts(
         raise UsageError(f"rollout: {prompts} prompts asked of a task with {len(task)} items")
     encoded = [(item, _encode(tokenizer, item, system_prompt)) for item in task.items[:prompts]]
     fitting = [(item, ids) for item, ids in encoded if max_prompt_tokens is None or len(ids) <= max_prompt_tokens]
+    if not fitting:
+        raise ProfileError(
+            f"rollout: all {prompts} prompts are longer than {max_prompt_tokens} token(s); allow longer ones"
+        )
     groups: list[_Group] = []
     with _sampling(model, seed=seed):
         for start in range(0, len(fitting), prompts_per_generation):

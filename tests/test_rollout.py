@@ -1,0 +1,134 @@
+"""Rollouts on a tiny random model, and the two recorded ones that ship."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from hilore_cli.batches import load_micro_batch
+from hilore_cli.errors import ProfileError, UsageError
+from hilore_cli.rollout import generate_rollouts
+from hilore_cli.tasks import Task
+
+PROFILES = Path(__file__).parent.parent / "profiles"
+RECORDED = ("smollm2-math", "smollm2-math-heldout")
+
+
+@pytest.fixture
+def tokenizer():
+    words = {word: i for i, word in enumerate(["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(94))])}
+    inner = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+
+
+def even_words(answer, item) -> float:
+    """A reward that a random model gets half of the time: the last word's number is even."""
+    return float(answer[-1:] in "02468" and answer != "")
+
+
+def task_of(scorer, prompts: int = 6) -> Task:
+    items = [
+        {
+            "question": " ".join(f"w{j}" for j in range(2 + i % 3)),
+            "answer": "word",
+            "metadata": {"source_dataset": "tiny"},
+        }
+        for i in range(prompts)
+    ]
+    return Task(name="tiny", seed=0, items=tuple(items), _scorers={"tiny": scorer})
+
+
+def roll(model, tokenizer, task, **changes):
+    sizes = {"prompts": 6, "group_size": 4, "max_new_tokens": 5, "temperature": 1.0, "seed": 7}
+    return generate_rollouts(model, tokenizer, task, **{**sizes, **changes})
+
+
+def test_rollouts_are_whole_valid_groups(tiny_llama, tokenizer):
+    model, task = tiny_llama(), task_of(even_words)
+    before = torch.random.get_rng_state()
+    batches = roll(model, tokenizer, task, rows_per_micro_batch=8)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert model.training
+    kept = sum(mb.rows for mb in batches) // 4
+    meta = batches[0].meta
+    assert (meta["groups_sampled"], meta["groups_mixed"], meta["groups_dropped"]) == (6, kept, 6 - kept)
+    assert kept >= 3
+    for mb in batches:
+        mb.validate()
+        assert mb.loss_tokens == sum(int(b.completion_mask.sum()) for b in batches)
+        rewards = mb.rewards.view(-1, 4)
+        assert (rewards.min(1).values < rewards.max(1).values).all()
+        expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+        torch.testing.assert_close(mb.advantages, expected.flatten())
+        for row, keep in zip(mb.completion_ids, mb.completion_mask.bool(), strict=True):
+            ids = row[keep].tolist()
+            assert 2 not in ids[:-1]
+            assert ids[-1] == 2 or len(ids) == 5
+
+
+def test_rollouts_are_seeded(tiny_llama, tokenizer):
+    model, task = tiny_llama(), task_of(even_words)
+    first, same, other = (roll(model, tokenizer, task, seed=seed, mixed_only=False)[0] for seed in (1, 1, 2))
+    assert torch.equal(first.completion_ids, same.completion_ids)
+    assert not torch.equal(first.completion_ids, other.completion_ids)
+    assert first.rows == 24
+
+
+def test_long_prompts_are_dropped_and_counted(tiny_llama, tokenizer):
+    batches = roll(tiny_llama(), tokenizer, task_of(even_words), max_prompt_tokens=3, mixed_only=False)
+    assert batches[0].meta["prompts_too_long"] == 2
+    assert batches[0].rows == 16
+    assert batches[0].prompt_ids.shape[1] == 3
+
+
+def test_bad_rollouts(tiny_llama, tokenizer):
+    model = tiny_llama()
+    with pytest.raises(ProfileError, match="none of 6 groups has mixed rewards"):
+        roll(model, tokenizer, task_of(lambda answer, item: 0.0))
+    with pytest.raises(ProfileError, match="all 6 prompts are longer than 1 token"):
+        roll(model, tokenizer, task_of(even_words), max_prompt_tokens=1)
+    with pytest.raises(UsageError, match="whole groups of 4"):
+        roll(model, tokenizer, task_of(even_words), rows_per_micro_batch=6)
+    with pytest.raises(UsageError, match="9 prompts"):
+        roll(model, tokenizer, task_of(even_words), prompts=9)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_micro_batches(name):
+    mb = load_micro_batch(PROFILES / f"{name}.parquet")
+    assert 960 <= mb.tokens <= 1088
+    assert mb.meta["group_size"] == 8
+    assert mb.loss_tokens == int(mb.completion_mask.sum())
+    rewards = mb.rewards.view(-1, 8)
+    assert (rewards.min(1).values < rewards.max(1).values).all()
+
+
+def test_the_held_out_prompts_are_not_in_the_profiled_ones():
+    profiled, held_out = (load_micro_batch(PROFILES / f"{name}.parquet") for name in RECORDED)
+    assert not set(profiled.meta["questions"]) & set(held_out.meta["questions"])
+    assert profiled.meta["task_seed"] != held_out.meta["task_seed"]
+
+
+@pytest.mark.realmodel
+def test_the_recorded_text_is_likely_under_the_model_that_sampled_it(real_model_dir):
+    """Sampled ids with the right template: a mean log-probability that no other tokenizer or template gives."""
+    from hilore_cli.grpo import GrpoConfig, gradients
+    from hilore_cli.models import load_model
+
+    mb = load_micro_batch(PROFILES / f"{RECORDED[0]}.parquet")
+    model = load_model(real_model_dir)
+    with torch.no_grad():
+        logits = model(input_ids=mb.input_ids, attention_mask=mb.attention_mask).logits
+    logits = logits[:, mb.prompt_ids.shape[1] - 1 : -1] / mb.meta["temperature"]
+    logps = logits.log_softmax(-1).gather(2, mb.completion_ids[..., None]).squeeze(2)
+    mean = float((logps * mb.completion_mask).sum() / mb.completion_mask.sum())
+    assert -2.5 < mean < -0.2
+    grads = gradients(model, mb, GrpoConfig(temperature=mb.meta["temperature"]))
+    assert all(bool(torch.isfinite(grad).all()) and bool(grad.any()) for grad in grads.values())
