@@ -252,9 +252,8 @@ class SolverRecord(Strict):
     objective_us: float
     bound_us: float = Field(description="objective of the LP relaxation: no plan can be cheaper")
     gap_of_step: float = Field(description="(objective - bound) / predicted step time")
-    nodes: int
-    seconds: float
-    resolves: int
+    candidates: int = Field(description="patterns that were simulated exactly and offered to the layers")
+    resolves: int = Field(description="solves of the whole program beyond the relaxation")
     reproducible: bool
 
 

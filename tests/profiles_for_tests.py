@@ -87,7 +87,7 @@ def make_profile(
     seed: int = 0,
     spread: float = 0.6,
     kappa: float = 1.1,
-    store_us: float = 1_000_000.0,
+    store_us: float | None = None,
 ) -> Profile:
     """A profile whose measured times agree with its rows: recompute-all costs exactly the sum of the node times."""
     layer_class = layer_class or smollm2_class()
@@ -104,6 +104,7 @@ def make_profile(
                 cost_us = row.nbytes / 8000
                 units.append(UnitRow(layer=layer, unit=row.unit, codec=codec, nbytes=row.nbytes, payload_bytes=round(row.nbytes * share), compress_us=cost_us, decompress_us=cost_us / 2, rel_error=0.005, exposure_error=0.005, rho2=rho2))
     replay_us = simulate_layer(layer_class, Pattern(), payload_bytes=lambda unit, codec: 0).recompute_us * layers
+    store_us = store_us if store_us is not None else 3.5 * replay_us  # replay is 20-30 % of a step
     timeline = simulate_layer(layer_class, Pattern(), payload_bytes=lambda unit, codec: 0)
     store = simulate_layer(layer_class, Pattern(default="store"), payload_bytes=lambda unit, codec: 0)
     gc_bytes = static_bytes + max(head_bytes + layers * timeline.stored_bytes, (layers - 1) * timeline.stored_bytes + timeline.backward_peak_bytes)

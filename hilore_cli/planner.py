@@ -1,0 +1,607 @@
+"""Profile + budgets -> Plan.
+
+    plan = solve_plan(profile, cap=parse_cap("1.1x-gc"), risk=0.015, codecs=["int8"], name="smollm2-math")
+
+How: (1) the relaxation of the layers' program (ilp.py) gives a bound and prices of memory and risk; (2) a few prices around
+them give candidate patterns, each simulated exactly (timeline.py); (3) the assignment program gives every layer a pattern,
+with exact bytes, under the cap, the risk budget and the limit on distinct patterns; (4) when that is further from the bound
+than 0.1 % of the step, the layers' program is solved as integers, its patterns join the candidates, and (3) runs again.
+Every plan therefore keeps the simulated cap to the byte, and its distance to the bound is known.
+
+What it does NOT do: measure anything, or trust the solver (ilp.py checks every row again in integers).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hilore_cli.errors import InfeasibleError, ProfileError, SolverError, UsageError
+from hilore_cli.ilp import (
+    Assignment,
+    AssignmentProblem,
+    Bound,
+    CapExceededError,
+    CodecModel,
+    Column,
+    LayerModel,
+    OperatorModel,
+    PhaseModel,
+    Prices,
+    StepModel,
+    ValueModel,
+    assign_patterns,
+    bound_layers,
+    solve_layers,
+    solve_priced,
+    solver_version,
+)
+from hilore_cli.schema import Alternative, Budgets, GraphNode, LayerClass, Pattern, Plan, Prediction, Profile, SolverRecord, UnitRow, digest_of
+from hilore_cli.sizes import Cap, format_bytes
+from hilore_cli.timeline import LayerTimeline, class_of_layer, combine_layers, fallback_timeline, simulate_layer
+
+GAP_OF_STEP = 1e-3
+RESOLVES = 3
+FEW_PATTERNS = 4
+"""Each distinct pattern is compiled in the first training step (seconds): so many are taken when they cost next to nothing."""
+Actions = tuple[tuple[str, str], ...]
+"""A pattern's actions, sorted: what candidates are told apart by."""
+
+
+def solve_plan(profile: Profile, *, cap: Cap, risk: float, codecs: Sequence[str], name: str, max_patterns: int = 8) -> Plan:
+    """The plan with the shortest predicted step under the cap and the risk budget.
+
+    Raises UsageError for an unknown codec or a bad budget, InfeasibleError (least peaks, least risk, binding moment),
+    SolverError when CBC is missing or wrong.
+    """
+    unknown = [codec for codec in codecs if codec not in profile.codecs]
+    if unknown:
+        raise UsageError(f"codec {unknown[0]!r} is not in profile {profile.name}; it has {', '.join(profile.codecs) or 'none'}")
+    if not (math.isfinite(risk) and risk >= 0):
+        raise UsageError(f"risk must be a relative gradient error of 0 or more, such as 0.015, not {risk}")
+    if max_patterns < 1:
+        raise UsageError(f"at least one pattern is needed, not {max_patterns}")
+    cap_bytes = cap.resolve(gc_bytes=profile.peaks.gc_bytes, none_bytes=profile.peaks.none_bytes)
+    planner = _Planner(profile, codecs=tuple(codecs) if risk > 0 else ())
+    solution = planner.solve(cap_bytes=cap_bytes, risk=risk, max_patterns=max_patterns)
+    names, layers = planner.name_patterns(solution.assignment)
+    return Plan(
+        name=name,
+        profile=profile.name,
+        profile_digest=digest_of(profile),
+        model=profile.model,
+        batch=profile.batch,
+        head=profile.head,
+        budgets=Budgets(mem_cap=cap.text, cap_bytes=cap_bytes, risk=risk, codecs=list(codecs), max_patterns=max_patterns),
+        patterns=names,
+        layers=layers,
+        predicted=planner.predict(solution.assignment),
+        solver=planner.record(solution),
+        alternatives=planner.alternatives(risk=risk, cap_bytes=cap_bytes, max_patterns=max_patterns),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerProgram:
+    """A layer's program and what its indices mean."""
+
+    model: LayerModel
+    units: tuple[str, ...]
+    """unit key of each value"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    assignment: Assignment
+    bound_ns: float
+    resolves: int
+    reproducible: bool
+
+
+def time_scale(profile: Profile) -> float:
+    """Microseconds of the step for each microsecond of node time: T_recompute - T_store over all replayed node times.
+
+    1 when the measured steps do not tell (recompute-all not slower than store-all: noise on a tiny model).
+    """
+    replayed = 0.0
+    for row in profile.layers:
+        layer_class = class_of_layer(profile, row.index)
+        if layer_class is not None:
+            replayed += simulate_layer(layer_class, Pattern(), payload_bytes=_no_payload).recompute_us
+    span = profile.times.recompute_us - profile.times.store_us
+    return span / replayed if replayed > 0 and span > 0 else 1.0
+
+
+def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, codecs: Sequence[str], scale: float, risk_budget: float) -> LayerProgram:
+    """The rows of a layer class as values, operators and phases. Views are folded into the storage they alias.
+
+    Left out: what no backward operator can need, codecs that alone are over the risk budget, and storing a value that
+    backward does not read when storing its only consumer's output is no worse (fewer bytes, less work).
+    """
+    rows = layer_class.nodes
+    reads = _backward_reads(rows)
+    owners = [row.index for row in rows if row.unit is not None and row.side == "forward"]
+    producer_row = {t: _producer(rows, t) for t in owners}
+    inputs_of = {p: _input_storages(rows, p, owners) for p in sorted({p for p in producer_row.values() if p is not None})}
+    useful = _useful(owners, producer_row, inputs_of, reads)
+    owners = [t for t in owners if t in useful]
+    operators = sorted({producer_row[t] for t in owners if producer_row[t] is not None})
+    value_index = {t: i for i, t in enumerate(owners)}
+    measured = {(u.unit, u.codec): u for u in units}
+    held = _held_until(rows, owners, producer_row, inputs_of, reads)
+    values = []
+    for t in owners:
+        row = rows[t]
+        allowed = {}
+        for k, codec in enumerate(codecs):
+            unit = measured.get((row.unit, codec))
+            if unit is not None and row.compressible and not row.pinned and 0 <= unit.rho2 <= risk_budget and unit.payload_bytes < row.nbytes:
+                allowed[k] = CodecModel(payload_bytes=unit.payload_bytes, time_ns=round((unit.compress_us + unit.decompress_us) * 1000), rho2=unit.rho2)
+        first, last = reads.get(t, (None, None))
+        producer = producer_row[t]
+        values.append(ValueModel(nbytes=row.nbytes, producer=-1 if producer is None else operators.index(producer), first_read=first, last_read=last, held_until=held[t], storable=True, codecs=allowed))
+    models = [OperatorModel(time_ns=round(rows[o].time_us * scale * 1000), inputs=tuple(value_index[u] for u in inputs_of[o]), pinned=rows[o].pinned) for o in operators]
+    model = LayerModel(values=tuple(values), operators=tuple(models), phases=_phases(layer_class))
+    return LayerProgram(model=prune_values(model), units=tuple(rows[t].unit for t in owners))
+
+
+def prune_values(model: LayerModel) -> LayerModel:
+    """Drop keeping t where keeping the output u of t's only consumer is no worse in bytes, time and risk.
+
+    u is then available at no later time, from no more bytes, and the consumer need not run again.
+    """
+    consumers: dict[int, list[int]] = {}
+    for o, operator in enumerate(model.operators):
+        for t in operator.inputs:
+            consumers.setdefault(t, []).append(o)
+    outputs: dict[int, list[int]] = {}
+    for t, value in enumerate(model.values):
+        outputs.setdefault(value.producer, []).append(t)
+    values = list(model.values)
+    for t, value in enumerate(values):
+        users = consumers.get(t, [])
+        if value.producer < 0 or value.first_read is not None or len(users) != 1 or len(outputs[users[0]]) != 1:
+            continue
+        other = values[outputs[users[0]][0]]
+        if model.operators[value.producer].pinned or not other.storable or other.nbytes > value.nbytes:
+            continue
+        codecs = {k: c for k, c in value.codecs.items() if not _dominates(other.codecs.get(k), c)}
+        values[t] = replace(value, storable=False, codecs=codecs)
+    return replace(model, values=tuple(values))
+
+
+# ------------------------------------------------------------------------------------------------------------- planner
+
+
+class _Planner:
+    """One profile and one set of codecs: layer programs, candidate patterns and their exact columns."""
+
+    def __init__(self, profile: Profile, *, codecs: tuple[str, ...]) -> None:
+        self.profile = profile
+        self.codecs = codecs
+        self.scale = time_scale(profile)
+        self.classes = [class_of_layer(profile, row.index) for row in profile.layers]
+        self.planned = [i for i, layer_class in enumerate(self.classes) if layer_class is not None]
+        self.fallback = fallback_timeline(profile)
+        self.units: list[dict[tuple[str, str], UnitRow]] = [{} for _ in profile.layers]
+        for unit in profile.units:
+            if unit.layer >= len(profile.layers):
+                raise ProfileError(f"profile {profile.name}: unit {unit.unit!r} names layer {unit.layer}, the profile has {len(profile.layers)}")
+            self.units[unit.layer][unit.unit, unit.codec] = unit
+        self.candidates: dict[Actions, None] = {}
+        self._timelines: dict[tuple[str, Actions, tuple[int, ...]], LayerTimeline | None] = {}
+        self._programs: dict[tuple[int, float, tuple[str, ...]], LayerProgram] = {}
+
+    def solve(self, *, cap_bytes: int, risk: float, max_patterns: int) -> Solution:
+        """Steps 1 to 4 of the module's head. Raises InfeasibleError."""
+        budget = risk**2 / self.profile.kappa
+        step = self.step_model(cap_bytes=cap_bytes, budget=budget)
+        bound = bound_layers(step)
+        self.add_priced_candidates(step, bound, budget)
+        found = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=max_patterns)
+        bound_ns = bound.objective_ns if bound is not None else 0.0
+        lowered, resolves, reproducible = step, 0, True
+        while bound is not None and resolves < RESOLVES and not self.is_close(found, bound_ns):
+            layers = solve_layers(lowered)
+            if layers is None:
+                break
+            resolves += 1
+            reproducible = reproducible and layers.reproducible
+            timelines, new = self.add_choices(layers.choices, budget)
+            if new:
+                better = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=max_patterns)
+                found = better if found is None or (better is not None and better.cost_ns < found.cost_ns) else found
+            excess = combine_layers(self.profile, timelines).peak_bytes - cap_bytes
+            if excess <= 0:
+                break
+            lowered = replace(lowered, cap_bytes=lowered.cap_bytes - excess)
+        if found is None:
+            raise self.infeasible(cap_bytes=cap_bytes, risk=risk, budget=budget, max_patterns=max_patterns)
+        found = self.with_fewer_patterns(found, cap_bytes=cap_bytes, budget=budget, bound_ns=bound_ns)
+        return Solution(assignment=found, bound_ns=min(bound_ns, found.cost_ns), resolves=resolves, reproducible=reproducible and found.reproducible)
+
+    def is_close(self, found: Assignment | None, bound_ns: float) -> bool:
+        return found is not None and found.cost_ns - bound_ns <= GAP_OF_STEP * (self.profile.times.store_us * 1000 + found.cost_ns)
+
+    def with_fewer_patterns(self, found: Assignment, *, cap_bytes: int, budget: float, bound_ns: float) -> Assignment:
+        """Fewer patterns when that stays within the gap of the bound, or costs less than half of it."""
+        if len(set(found.pattern_of)) <= FEW_PATTERNS:
+            return found
+        fewer = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=FEW_PATTERNS)
+        if fewer is None:
+            return found
+        near = fewer.cost_ns - found.cost_ns <= GAP_OF_STEP / 2 * (self.profile.times.store_us * 1000 + found.cost_ns)
+        return fewer if near or self.is_close(fewer, bound_ns) else found
+
+    # ------------------------------------------------------------------------------------------------------- programs
+
+    def program(self, layer: int, budget: float, codecs: tuple[str, ...]) -> LayerProgram:
+        key = (layer, budget, codecs)
+        if key not in self._programs:
+            self._programs[key] = build_layer_program(self.classes[layer], self.units[layer].values(), codecs=codecs, scale=self.scale, risk_budget=budget)
+        return self._programs[key]
+
+    def fixed_bytes(self) -> int:
+        return self.profile.account.static_bytes + self.profile.account.shared_bytes + self.fallback.stored_bytes * (len(self.classes) - len(self.planned))
+
+    def floor_bytes(self) -> int:
+        account = self.profile.account
+        return max(account.static_bytes + account.shared_bytes + account.tail_bytes, account.static_bytes + account.update_bytes)
+
+    def step_model(self, *, cap_bytes: int, budget: float) -> StepModel:
+        """The layers' program. Layers left to checkpoint count their stored bytes from the start: the bound stays a bound
+        when there are none of them, and is close to one otherwise."""
+        return StepModel(
+            layers=tuple(self.program(i, budget, self.codecs).model for i in self.planned),
+            fixed_bytes=self.fixed_bytes(),
+            head_bytes=self.profile.account.head_bytes,
+            cap_bytes=cap_bytes,
+            risk=budget,
+            gap_ns=self.gap_ns(),
+        )
+
+    def gap_ns(self) -> int:
+        return round(GAP_OF_STEP * self.profile.times.store_us * 1000)
+
+    # ----------------------------------------------------------------------------------------------------- candidates
+
+    def add_priced_candidates(self, step: StepModel, bound: Bound | None, budget: float) -> None:
+        """Patterns that layers take at the relaxation's prices and at a few others, cheap and dear."""
+        self.candidates.setdefault(())
+        if not self.planned:
+            return
+        base = _base_prices(step, bound)
+        blocks: list[tuple[LayerProgram, Prices, tuple[str, ...]]] = []
+        if bound is not None:
+            blocks += [(self.program(i, budget, self.codecs), prices, self.codecs) for i, prices in zip(self.planned, bound.prices, strict=True)]
+        for layer in self.representatives():
+            free = (0.0,) * len(self.program(layer, budget, ()).model.phases)
+            for stored in (0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.5, 5.0, 1000.0):
+                blocks.append((self.program(layer, budget, ()), Prices(stored=base.stored * stored, phases=free, rho2=0.0), ()))
+            if self.codecs:
+                for stored in (0.1, 0.4, 0.7, 1.0, 1.4, 2.0, 4.0, 100.0):
+                    for rho2 in (0.0, 0.3, 1.0, 3.0):
+                        blocks.append((self.program(layer, budget, self.codecs), Prices(stored=base.stored * stored, phases=free, rho2=base.rho2 * rho2), self.codecs))
+        unique = list({(id(program), prices): (program, prices, codecs) for program, prices, codecs in blocks}.values())
+        gap_ns = max(1, self.gap_ns() // 20)
+        for (program, _, codecs), choices in zip(unique, solve_priced([(p.model, prices) for p, prices, _ in unique], gap_ns=gap_ns), strict=True):
+            self.candidates.setdefault(_actions(program, choices, codecs))
+
+    def representatives(self) -> list[int]:
+        """One layer of each class: the one with the median risk."""
+        by_class: dict[str, list[tuple[float, int]]] = {}
+        for i in self.planned:
+            total = sum(u.rho2 for u in self.units[i].values())
+            by_class.setdefault(self.classes[i].name, []).append((total, i))
+        return [sorted(rows)[len(rows) // 2][1] for rows in by_class.values()]
+
+    def add_choices(self, choices: Sequence[Sequence[int]], budget: float) -> tuple[list[LayerTimeline], int]:
+        """Candidates from a solved program; returns the layers' exact timelines under it, and how many patterns are new."""
+        before = len(self.candidates)
+        timelines = [self.fallback] * len(self.classes)
+        for i, chosen in zip(self.planned, choices, strict=True):
+            actions = _actions(self.program(i, budget, self.codecs), chosen, self.codecs)
+            self.candidates.setdefault(actions)
+            timeline = self.timeline(i, actions)
+            if timeline is None:
+                raise SolverError(f"CBC's answer for layer {i} names a unit that the layer does not have")
+            timelines[i] = timeline
+        return timelines, len(self.candidates) - before
+
+    def timeline(self, layer: int, actions: Actions) -> LayerTimeline | None:
+        """Exact simulation of a pattern on a layer; None when the layer lacks one of its units or measurements."""
+        layer_class = self.classes[layer]
+        compressed = [(unit, action.removeprefix("compress:")) for unit, action in actions if action.startswith("compress:")]
+        if any(key not in self.units[layer] for key in compressed):
+            return None
+        payloads = tuple(self.units[layer][key].payload_bytes for key in compressed)
+        key = (layer_class.name, actions, payloads)
+        if key not in self._timelines:
+            known = {row.unit for row in layer_class.nodes}
+            fits = all(unit in known for unit, _ in actions)
+            sizes = dict(zip(compressed, payloads, strict=True))
+            self._timelines[key] = simulate_layer(layer_class, Pattern(actions=dict(actions)), payload_bytes=lambda unit, codec: sizes[unit, codec]) if fits else None
+        return self._timelines[key]
+
+    # ----------------------------------------------------------------------------------------------------- assignment
+
+    def column(self, layer: int, actions: Actions) -> Column | None:
+        timeline = self.timeline(layer, actions)
+        if timeline is None:
+            return None
+        codec_us, rho2 = self.codec_cost(layer, actions)
+        return Column(
+            cost_ns=round(timeline.recompute_us * self.scale * 1000) + round(codec_us * 1000),
+            stored_bytes=timeline.stored_bytes,
+            forward_peak_bytes=timeline.forward_peak_bytes,
+            backward_peak_bytes=timeline.backward_peak_bytes,
+            rho2=rho2,
+        )
+
+    def codec_cost(self, layer: int, actions: Actions) -> tuple[float, float]:
+        """Microseconds and rho2 of a pattern's compressed units on a layer."""
+        units = [self.units[layer][unit, action.removeprefix("compress:")] for unit, action in actions if action.startswith("compress:")]
+        return sum(u.compress_us + u.decompress_us for u in units), sum(u.rho2 for u in units)
+
+    def assign(self, *, cap_bytes: int | None, budget: float | None, max_patterns: int, minimise: str = "cost") -> Assignment | None:
+        """The assignment over all candidates so far; retried with a lower cap when CBC's tolerance let a few bytes through."""
+        columns = []
+        for i, layer_class in enumerate(self.classes):
+            if layer_class is None:
+                continue
+            found = {q: self.column(i, actions) for q, actions in enumerate(self.candidates)}
+            columns.append({q: column for q, column in found.items() if column is not None})
+        if not columns:
+            peak = combine_layers(self.profile, [self.fallback] * len(self.classes)).peak_bytes
+            empty = Assignment(pattern_of=(), cost_ns=0, peak_bytes=peak, rho2=0.0, reproducible=True)
+            return empty if cap_bytes is None or peak <= cap_bytes else None
+        kept = _undominated(columns, budget)
+        task = AssignmentProblem(columns=tuple(kept), fixed_bytes=self.fixed_bytes(), head_bytes=self.profile.account.head_bytes, floor_bytes=self.floor_bytes(), cap_bytes=cap_bytes, risk=budget, max_patterns=max_patterns, gap_ns=self.gap_ns() // 4)
+        if cap_bytes is not None and cap_bytes < self.floor_bytes():
+            return None
+        try:
+            return assign_patterns(task, minimise=minimise)
+        except CapExceededError as error:
+            return assign_patterns(replace(task, cap_bytes=cap_bytes - error.excess_bytes), minimise=minimise)
+
+    def infeasible(self, *, cap_bytes: int, risk: float, budget: float, max_patterns: int) -> InfeasibleError:
+        """What would be feasible, in the order in which a user can give way."""
+        least = self.assign(cap_bytes=None, budget=None, max_patterns=max_patterns, minimise="peak")
+        at_risk = self.assign(cap_bytes=None, budget=budget, max_patterns=max_patterns, minimise="peak")
+        less_risk = self.assign(cap_bytes=cap_bytes, budget=None, max_patterns=max_patterns, minimise="risk")
+        moment = combine_layers(self.profile, self.timelines_of(at_risk)).binding_moment
+        least_risk = None if less_risk is None else self.rel_error(less_risk.rho2)
+        parts = [f"no plan keeps {format_bytes(cap_bytes)} at risk {risk:g}", f"least feasible peak at this risk: {format_bytes(at_risk.peak_bytes)} ({at_risk.peak_bytes} bytes), bound by the {moment}"]
+        if self.codecs:
+            parts.append(f"at any risk: {format_bytes(least.peak_bytes)}")
+            parts.append(f"least risk at this cap: {least_risk:.3g}" if least_risk is not None else "no risk makes this cap feasible")
+        parts.append(f"raise --mem-cap to {format_bytes(at_risk.peak_bytes)} or more" + (f", or --risk to {least_risk:.2g}" if least_risk is not None else ""))
+        return InfeasibleError("; ".join(parts), least_peak_bytes=least.peak_bytes, least_peak_at_risk_bytes=at_risk.peak_bytes, least_risk=least_risk, binding_moment=moment)
+
+    # ------------------------------------------------------------------------------------------------------------ plan
+
+    def actions_of(self, assignment: Assignment) -> list[Actions]:
+        """Per layer; layers left to checkpoint have none."""
+        known = list(self.candidates)
+        result: list[Actions] = [()] * len(self.classes)
+        for i, q in zip(self.planned, assignment.pattern_of, strict=True):
+            result[i] = known[q]
+        return result
+
+    def timelines_of(self, assignment: Assignment) -> list[LayerTimeline]:
+        return [self.fallback if self.classes[i] is None else self.timeline(i, actions) for i, actions in enumerate(self.actions_of(assignment))]
+
+    def name_patterns(self, assignment: Assignment) -> tuple[dict[str, Pattern], list[str]]:
+        """Names A, B, ... in the order in which layers use them."""
+        names: dict[Actions, str] = {}
+        layers = [names.setdefault(actions, _letter(len(names))) for actions in self.actions_of(assignment)]
+        return {name: Pattern(actions=dict(actions)) for actions, name in names.items()}, layers
+
+    def rel_error(self, rho2: float) -> float:
+        return math.sqrt(self.profile.kappa * rho2)
+
+    def predict(self, assignment: Assignment) -> Prediction:
+        step = combine_layers(self.profile, self.timelines_of(assignment))
+        costs = [self.codec_cost(i, actions) for i, actions in enumerate(self.actions_of(assignment))]
+        codec_us = sum(us for us, _ in costs)
+        times, peaks = self.profile.times, self.profile.peaks
+        return Prediction(
+            peak_bytes=step.peak_bytes,
+            binding_moment=step.binding_moment,
+            step_us=times.store_us + self.scale * step.recompute_us + codec_us,
+            gc_us=times.gc_us,
+            none_us=times.none_us,
+            gc_peak_bytes=peaks.gc_bytes,
+            none_peak_bytes=peaks.none_bytes,
+            rel_error=self.rel_error(sum(rho2 for _, rho2 in costs)),
+            recompute_us=self.scale * step.recompute_us,
+            codec_us=codec_us,
+            stored_bytes=step.stored_bytes,
+            compressed_bytes=step.compressed_bytes,
+        )
+
+    def record(self, solution: Solution) -> SolverRecord:
+        objective_us = solution.assignment.cost_ns / 1000
+        return SolverRecord(
+            solver=solver_version(),
+            status="optimal within the gap" if self.is_close(solution.assignment, solution.bound_ns) else "feasible",
+            objective_us=objective_us,
+            bound_us=solution.bound_ns / 1000,
+            gap_of_step=(objective_us - solution.bound_ns / 1000) / (self.profile.times.store_us + objective_us),
+            candidates=len(self.candidates),
+            resolves=solution.resolves,
+            reproducible=solution.reproducible,
+        )
+
+    def alternatives(self, *, risk: float, cap_bytes: int, max_patterns: int) -> list[Alternative]:
+        """Other budgets over the patterns found for this plan: a lower bound on what solving for them would give."""
+        gc_bytes = self.profile.peaks.gc_bytes
+        points = [("1.0x-gc", gc_bytes, risk), ("1.25x-gc", math.floor(1.25 * gc_bytes), risk)]
+        if risk > 0:
+            points.insert(0, ("exact (risk 0)", cap_bytes, 0.0))
+        found = []
+        for label, cap, limit in points:
+            if cap == cap_bytes and limit == risk:
+                continue
+            assignment = self.assign(cap_bytes=cap, budget=limit**2 / self.profile.kappa, max_patterns=max_patterns)
+            if assignment is not None:
+                predicted = self.predict(assignment)
+                found.append(Alternative(label=f"{label}, over the patterns found", cap_bytes=cap, risk=limit, peak_bytes=predicted.peak_bytes, step_us=predicted.step_us, rel_error=predicted.rel_error))
+        return found
+
+
+# --------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _no_payload(unit: str, codec: str) -> int:
+    raise ProfileError(f"unit {unit!r} has no payload under {codec!r}")
+
+
+def _letter(number: int) -> str:
+    return chr(ord("A") + number) if number < 26 else f"P{number}"
+
+
+def _actions(program: LayerProgram, choices: Sequence[int], codecs: Sequence[str]) -> Actions:
+    """A pattern's named actions: the layer's input is stored by default, and what is kept for nobody is left out."""
+    model = program.model
+    wanted = _wanted(model, choices)
+    named = {}
+    for t, choice in enumerate(choices):
+        if choice > 0 and (t in wanted or model.values[t].producer < 0):
+            named[program.units[t]] = f"compress:{codecs[choice - 1]}"
+        elif choice == 0 and t in wanted and model.values[t].producer >= 0:
+            named[program.units[t]] = "store"
+    return tuple(sorted(named.items()))
+
+
+def _wanted(model: LayerModel, choices: Sequence[int]) -> set[int]:
+    """Values that backward reads, or that operators which run again read."""
+    wanted: set[int] = set()
+    stack = [t for t, value in enumerate(model.values) if value.first_read is not None]
+    while stack:
+        t = stack.pop()
+        if t in wanted:
+            continue
+        wanted.add(t)
+        if choices[t] < 0 and model.values[t].producer >= 0:
+            stack.extend(model.operators[model.values[t].producer].inputs)
+    return wanted
+
+
+def _base_prices(step: StepModel, bound: Bound | None) -> Prices:
+    """The relaxation's prices, or where it has none: what storing and compressing everything would save, on average."""
+    replay_ns = sum(o.time_ns for layer in step.layers for o in layer.operators)
+    needed = sum(v.nbytes for layer in step.layers for v in layer.values if v.first_read is not None)
+    rho2 = sum(c.rho2 for layer in step.layers for v in layer.values for c in list(v.codecs.values())[:1])
+    stored = max((p.stored for p in bound.prices), default=0.0) if bound is not None else 0.0
+    risk = max((p.rho2 for p in bound.prices), default=0.0) if bound is not None else 0.0
+    return Prices(stored=stored or replay_ns / max(needed, 1), phases=(), rho2=risk or replay_ns / max(rho2, 1e-300))
+
+
+def _undominated(columns: Sequence[dict[int, Column]], budget: float | None) -> list[dict[int, Column]]:
+    """Per layer, without patterns over the risk budget and those that another pattern beats in every respect on every layer."""
+    patterns = sorted({q for row in columns for q in row})
+    beaten = {q for q in patterns if any(_beats(columns, other, q) for other in patterns if other != q)}
+    kept = []
+    for row in columns:
+        fits = {q: c for q, c in row.items() if q not in beaten and (budget is None or c.rho2 <= budget * (1 + 1e-9))}
+        kept.append(fits or {min(row): row[min(row)]})
+    return kept
+
+
+def _beats(columns: Sequence[dict[int, Column]], other: int, q: int) -> bool:
+    strict = False
+    for row in columns:
+        if q not in row:
+            continue
+        if other not in row:
+            return False
+        a, b = _figures(row[other]), _figures(row[q])
+        if any(x > y for x, y in zip(a, b, strict=True)):
+            return False
+        strict = strict or a != b
+    return strict or other < q
+
+
+def _figures(column: Column) -> tuple[float, ...]:
+    return (column.cost_ns, column.stored_bytes, column.forward_peak_bytes, column.backward_peak_bytes, column.rho2)
+
+
+def _dominates(other: CodecModel | None, codec: CodecModel) -> bool:
+    return other is not None and other.payload_bytes <= codec.payload_bytes and other.time_ns <= codec.time_ns and other.rho2 <= codec.rho2
+
+
+def _backward_reads(rows: Sequence[GraphNode]) -> dict[int, tuple[int, int]]:
+    """Storage -> first and last position at which a backward operator reads it, through views too."""
+    reads: dict[int, tuple[int, int]] = {}
+    for row in rows:
+        if row.side != "backward":
+            continue
+        for i in row.inputs:
+            storage = rows[i].storage
+            if storage >= 0 and rows[storage].side == "forward":
+                first, _ = reads.get(storage, (row.index, row.index))
+                reads[storage] = (first, row.index)
+    return reads
+
+
+def _producer(rows: Sequence[GraphNode], owner: int) -> int | None:
+    """The operator that makes a storage; None for the layer's input."""
+    row = rows[owner]
+    if row.target == "placeholder":
+        return None
+    return row.inputs[0] if row.target == "<built-in function getitem>" else owner
+
+
+def _input_storages(rows: Sequence[GraphNode], operator: int, owners: Sequence[int]) -> list[int]:
+    """Storages that an operator reads, without parameters and what all layers share."""
+    known = set(owners)
+    return list(dict.fromkeys(s for s in (rows[i].storage for i in rows[operator].inputs) if s in known))
+
+
+def _useful(owners: Sequence[int], producer_row: dict[int, int | None], inputs_of: dict[int, list[int]], reads: dict[int, tuple[int, int]]) -> set[int]:
+    """Storages that backward reads, their ancestors, and the layer's input."""
+    useful = {t for t in owners if producer_row[t] is None}
+    stack = [t for t in owners if t in reads]
+    while stack:
+        t = stack.pop()
+        if t not in useful or t in reads:
+            useful.add(t)
+            for u in inputs_of.get(producer_row[t], ()) if producer_row[t] is not None else ():
+                if u not in useful:
+                    stack.append(u)
+    return useful
+
+
+def _held_until(rows: Sequence[GraphNode], owners: Sequence[int], producer_row: dict[int, int | None], inputs_of: dict[int, list[int]], reads: dict[int, tuple[int, int]]) -> dict[int, int]:
+    """First position at which backward reads the value, or for one it never reads, anything computed from it."""
+    first = {t: reads[t][0] if t in reads else len(rows) for t in owners}
+    earliest = dict(first)
+    for t in reversed(owners):
+        if producer_row[t] is not None:
+            for u in inputs_of[producer_row[t]]:
+                if u in earliest:
+                    earliest[u] = min(earliest[u], earliest[t])
+    return {t: first[t] if t in reads else earliest[t] for t in owners}
+
+
+def _phases(layer_class: LayerClass) -> tuple[PhaseModel, ...]:
+    """Backward's matmul-like operators with what backward itself holds while they run: tangent, temporaries, gradients."""
+    rows = layer_class.nodes
+    last: dict[int, int] = {}
+    first: dict[int, int] = {}
+    for row in rows:
+        if row.side == "forward":
+            continue
+        if row.storage == row.index:
+            first[row.index] = -1 if row.side == "tangent" else row.inputs[0] if row.target == "<built-in function getitem>" else row.index
+            last.setdefault(row.index, row.index)
+        for i in row.inputs:
+            if rows[i].storage >= 0:
+                last[rows[i].storage] = row.index
+    for i in layer_class.outputs:
+        last[rows[i].storage] = len(rows)
+    own = [(first[s], last[s], rows[s].nbytes) for s in first]
+    positions = [row.index for row in rows if row.side == "backward" and row.matmul]
+    return tuple(PhaseModel(position=p, fixed_bytes=sum(n for a, b, n in own if a <= p <= b)) for p in positions)
