@@ -120,8 +120,8 @@ def insert_codec(forward: fx.GraphModule, backward: fx.GraphModule, *, name: str
         return
     value = producer.meta["val"]
     output = next(iter(forward.graph.find_nodes(op="output")))
-    with forward.graph.inserting_after(_last_placeholder_or(producer, forward)):
-        payload = forward.graph.call_function(torch.ops.hilore.compress.default, (producer, codec))
+    with forward.graph.inserting_before(_last_placeholder_or(producer, forward).next):
+        payload = forward.graph.call_function(torch.ops.hilore.compress.default, (producer, codec, _symbolic_list(forward, value.stride())))
     payload.meta["val"] = torch.ops.hilore.compress.default(value, codec)
     results = list(output.args[0])
     output.args = ([*results[:num_fwd_outputs], *(payload if r is producer else r for r in results[num_fwd_outputs:])],)
@@ -139,31 +139,31 @@ def _last_placeholder_or(producer: fx.Node, forward: fx.GraphModule) -> fx.Node:
     return producer if producer.op != "placeholder" else forward.graph.find_nodes(op="placeholder")[-1]
 
 
-def _symbolic_list(backward: fx.GraphModule, sizes: Any) -> list[Any]:
-    return [size if isinstance(size, int) else _symbolic_node(backward, size.node.expr) for size in sizes]
+def _symbolic_list(graph: fx.GraphModule, sizes: Any) -> list[Any]:
+    return [size if isinstance(size, int) else _symbolic_node(graph, size.node.expr) for size in sizes]
 
 
-def _symbolic_node(backward: fx.GraphModule, expression: Any) -> fx.Node:
-    """A node of the backward graph that holds a symbolic size: one that is there, or computed from the inputs' shapes."""
+def _symbolic_node(graph: fx.GraphModule, expression: Any) -> fx.Node:
+    """A node that holds a symbolic size: one that is there, or computed from the inputs' shapes."""
     symbols: dict[Any, fx.Proxy] = {}
-    for node in backward.graph.find_nodes(op="placeholder"):
+    for node in graph.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
             if value.node.expr == expression:
                 return node
             symbols.setdefault(value.node.expr, fx.Proxy(node))
     for symbol in expression.free_symbols - set(symbols):
-        symbols[symbol] = fx.Proxy(_size_node(backward, symbol))
+        symbols[symbol] = fx.Proxy(_size_node(graph, symbol))
     return sympy_interp(PythonReferenceAnalysis, symbols, expression).node
 
 
-def _size_node(backward: fx.GraphModule, symbol: Any) -> fx.Node:
-    for node in backward.graph.find_nodes(op="placeholder"):
+def _size_node(graph: fx.GraphModule, symbol: Any) -> fx.Node:
+    for node in graph.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         for dimension, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             if isinstance(size, torch.SymInt) and size.node.expr == symbol:
-                return backward.graph.call_function(torch.ops.aten.sym_size.int, (node, dimension))
-    raise CaptureError(f"the size {symbol} of a compressed unit is not known in the layer's backward graph; leave the unit out with --codecs or report the layer")
+                return graph.graph.call_function(torch.ops.aten.sym_size.int, (node, dimension))
+    raise CaptureError(f"the size {symbol} of a compressed unit is not known in the layer's graph; leave the unit out with --codecs or report the layer")
 
 
 def _as_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

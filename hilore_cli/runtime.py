@@ -85,37 +85,49 @@ def attach_patterns(
     `run` wraps the generated graphs and `on_split` sees each joint graph (profiler only).
     """
     layers = decoder_layers(model)
-    for fqn, layer in layers:
-        if "_hilore" in vars(layer) and not vars(layer)["_hilore"].inert:
-            raise PlanMismatchError(f"{fqn}: a plan is attached already; detach it first")
-        if "forward" in vars(layer) and "_hilore" not in vars(layer):
-            raise PlanMismatchError(f"{fqn}: its forward was replaced on the instance by other code; attach the plan before that")
     for variant in variants:
         if len(variant.layers) != len(layers):
             raise PlanMismatchError(f"plan {name}: made for {len(variant.layers)} decoder layers, the model has {len(layers)}")
     program = Program(name=name, patterns=patterns, variants=variants, run=run, on_split=on_split)
-    for index, (fqn, layer) in enumerate(layers):
-        layer._hilore = LayerHandle(program=program, index=index, fqn=fqn, checkpointed=fqn in fallback)
-        layer.forward = types.MethodType(forward, layer)
-    return Handle(program=program, layers=[layer for _, layer in layers])
+    handle = Handle(program=program, layers=layers, fallback=fallback)
+    handle.install()
+    return handle
 
 
 class Handle:
-    """An attached plan. Use as a context manager or call `detach()`; holds no reference that keeps the model alive."""
+    """An attached plan: a context manager, or call `detach()`. Holds no reference that keeps the model alive.
 
-    def __init__(self, *, program: Program, layers: Sequence[nn.Module]) -> None:
+    A detached handle can be installed again (by `with` or `install()`) and keeps its compiled graphs.
+    """
+
+    def __init__(self, *, program: Program, layers: Sequence[tuple[str, nn.Module]], fallback: Sequence[str]) -> None:
         self.program = program
-        self._layers = [weakref.ref(layer) for layer in layers]
+        self._layers = [(fqn, weakref.ref(layer)) for fqn, layer in layers]
+        self._fallback = frozenset(fallback)
 
     def __enter__(self) -> Handle:
+        self.install()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.detach()
 
+    def install(self) -> None:
+        """Put the plan on the layers; nothing happens when it is there. Raises PlanMismatchError when another one is."""
+        layers = [(fqn, layer) for fqn, reference in self._layers if (layer := reference()) is not None]
+        for fqn, layer in layers:
+            held = vars(layer).get("_hilore")
+            if held is not None and held.program not in (None, self.program):
+                raise PlanMismatchError(f"{fqn}: another plan is attached; detach it first")
+            if held is None and "forward" in vars(layer):
+                raise PlanMismatchError(f"{fqn}: its forward was replaced on the instance by other code; attach the plan before that")
+        for index, (fqn, layer) in enumerate(layers):
+            layer._hilore = LayerHandle(program=self.program, index=index, fqn=fqn, checkpointed=fqn in self._fallback)
+            layer.forward = types.MethodType(forward, layer)
+
     def detach(self) -> None:
         """Give every layer its own forward back. Calling it twice is harmless."""
-        for reference in self._layers:
+        for _, reference in self._layers:
             layer = reference()
             if layer is not None and "_hilore" in vars(layer) and vars(layer)["_hilore"].program is self.program:
                 del layer._hilore

@@ -1,0 +1,532 @@
+"""Measuring one GRPO update: layers' graphs and units, memory account, whole-step times and peaks -> Profile.
+
+Stages, each kept in profiles/<name>/unfinished/ as soon as it is done, so that an interrupted profile goes on where it stopped:
+`steps` (peaks, account and times of none, checkpointing, store-all, recompute-all), `layer-<i>` (units and their risk),
+`calibration` (predicted against measured error of whole plans). What it does NOT do: plan, or change the model's weights for good
+(the timed updates run at a learning rate of zero).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, fx, nn
+
+import hilore_cli
+from hilore_cli.batches import MicroBatch
+from hilore_cli.capture import JointGraph, describe_joint, graph_digest, model_identity
+from hilore_cli.errors import CaptureError, ProfileError
+from hilore_cli.exposure import exposure
+from hilore_cli.grpo import GrpoConfig, actor_update, gradients, make_optimizer, relative_error
+from hilore_cli.models import decoder_layers, text_decoder
+from hilore_cli.peak import MemoryTrace, mark, measure_peak, static_bytes_of, trace_memory
+from hilore_cli.risk import LayerCall, LayerReplay, candidate_units, codec_times_us, measure_unit
+from hilore_cli.runtime import Handle, attach_patterns
+from hilore_cli.schema import (
+    Account,
+    BatchId,
+    CalibrationPair,
+    LayerClass,
+    LayerRow,
+    Machine,
+    Pattern,
+    Profile,
+    StepPeaks,
+    StepTimes,
+    UnitRow,
+    Variant,
+    save_profile,
+    write_atomic,
+)
+
+UNLIMITED_TOKENS = 2**40
+OPERATOR_REPEATS = 5
+
+Progress = Callable[[str, int, int], None]
+"""Told of (what is being done, done, of how many)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRequest:
+    """What to measure. `source` and `task` are the user's words; `repeats` counts interleaved timed updates of each method."""
+
+    name: str
+    source: str
+    task: str
+    batch_source: str
+    codecs: Sequence[str]
+    config: GrpoConfig
+    seed: int = 0
+    repeats: int = 3
+
+
+def profile_update(model: nn.Module, micro_batch: MicroBatch, request: ProfileRequest, *, folder: Path, progress: Progress) -> Profile:
+    """Measure one update and write profiles/<name>/. Raises ProfileError and CaptureError that name the thing and the remedy."""
+    micro_batch.validate()
+    identity = model_identity(model, source=request.source)
+    batch = batch_identity(micro_batch, source=request.batch_source, task=request.task)
+    key = _key(identity.model_dump(), batch.model_dump(), request)
+    stages = Stages(folder / "unfinished", key=key)
+    bench = Workbench(model, micro_batch, request.config)
+
+    if (steps := stages.load("steps")) is None:
+        steps = measure_steps(bench, repeats=request.repeats, progress=progress)
+        stages.save("steps", steps)
+    progress("recording one step", 0, 1)
+    record = record_step(bench)
+    layers, units, classes = measure_layers(bench, record, request, stages=stages, progress=progress)
+    if (pairs := stages.load("calibration")) is None:
+        pairs = [pair.model_dump() for pair in calibrate(bench, record, units, progress=progress)]
+        stages.save("calibration", pairs)
+
+    calibration = [CalibrationPair(**pair) for pair in pairs]
+    profile = Profile(
+        name=request.name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=describe_machine(bench.device),
+        model=identity,
+        batch=batch,
+        head=request.config.head,
+        codecs=list(request.codecs),
+        seed=request.seed,
+        gradient_norm=record.gradient_norm,
+        account=Account(**steps["account"]),
+        times=StepTimes(**steps["times"]),
+        peaks=StepPeaks(**steps["peaks"]),
+        kappa=kappa_of(calibration),
+        calibration=calibration,
+        layers=layers,
+        classes=classes,
+        units=units,
+    )
+    save_profile(profile, folder)
+    stages.clear()
+    return profile
+
+
+def kappa_of(pairs: Sequence[CalibrationPair]) -> float:
+    """The worst measured eps^2 / sum rho^2 of the profiled micro-batch, and never below 1: too few pairs for a quantile."""
+    ratios = [pair.measured_rel_error**2 / pair.predicted_rho2 for pair in pairs if pair.predicted_rho2 > 0]
+    return max([1.0, *ratios])
+
+
+# ------------------------------------------------------------------------------------------------------------ whole steps
+
+
+class Workbench:
+    """One model, one micro-batch, one optimizer, and the four ways to run an update on them."""
+
+    def __init__(self, model: nn.Module, micro_batch: MicroBatch, config: GrpoConfig) -> None:
+        self.model = model
+        self.micro_batch = micro_batch
+        self.config = replace(config, learning_rate=0.0, weight_decay=0.0)
+        self.optimizer = make_optimizer(model, self.config)
+        self.layers = decoder_layers(model)
+        self.device = next(model.parameters()).device
+        self._handles: dict[str, Handle] = {}
+
+    def update(self) -> None:
+        actor_update(self.model, self.optimizer, [self.micro_batch], self.config)
+
+    def gradients(self) -> dict[str, Tensor]:
+        return gradients(self.model, self.micro_batch, self.config)
+
+    def static(self) -> dict[str, int]:
+        """Bytes of weights, gradients and optimizer state; one update is run first when they do not exist yet."""
+        if not self.optimizer.state:
+            with self.method("recompute"):
+                self.update()
+        return static_bytes_of(self.model, self.optimizer)
+
+    def method(self, name: str, patterns: dict[str, Pattern] | None = None, layers: Sequence[str] | None = None, fallback: Sequence[str] = ()) -> AbstractContextManager[Any]:
+        """Context in which updates run by a method: none, gc, store, recompute, or patterns of one's own under a new name."""
+        if name == "none":
+            return _nothing()
+        if name == "gc":
+            return checkpointing(self.model)
+        if name not in self._handles:
+            if patterns is None:
+                patterns = {name: {"store": Pattern(default="store"), "recompute": Pattern()}[name]}
+            variant = Variant(max_tokens=UNLIMITED_TOKENS, layers=list(layers or [name] * len(self.layers)))
+            handle = attach_patterns(self.model, patterns=patterns, variants=[variant], name=name, fallback=fallback)
+            handle.detach()
+            self._handles[name] = handle
+        return self._handles[name]
+
+    def peak_bytes(self, method: str) -> int:
+        static = sum(self.static().values())
+        with self.method(method):
+            return measure_peak(self.update, static_bytes=static, device=self.device)
+
+    def time_updates(self, methods: Sequence[str], *, repeats: int, progress: Progress) -> dict[str, list[tuple[float, float]]]:
+        """Interleaved updates after a warm-up of each: method -> [(wall us, CPU us)] per repeat."""
+        samples: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
+        for repeat in range(repeats):
+            for position, name in enumerate(methods):
+                progress("timing whole updates", repeat * len(methods) + position, repeats * len(methods))
+                with self.method(name):
+                    samples[name].append(_timed(self.update, self.device))
+        return samples
+
+
+@contextmanager
+def checkpointing(model: nn.Module):
+    """Hugging Face's own gradient checkpointing, non-reentrant, early stop as torch defaults to."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    try:
+        yield
+    finally:
+        model.gradient_checkpointing_disable()
+
+
+@contextmanager
+def _nothing():
+    yield
+
+
+def measure_steps(bench: Workbench, *, repeats: int, progress: Progress) -> dict[str, Any]:
+    """Peaks, account and times of none, gc, store-all and recompute-all."""
+    methods = ("none", "gc", "store", "recompute")
+    peaks = {}
+    for position, name in enumerate(methods):
+        progress("measuring peaks", position, len(methods))
+        with bench.method(name):
+            bench.gradients()  # compiles on the first call, so that the traced step is a plain one
+        if name != "gc" or bench.device.type == "cuda":
+            peaks[f"{name}_bytes"] = bench.peak_bytes(name)
+    static = bench.static()
+    account, gc_peak = measure_account(bench, static)
+    peaks.setdefault("gc_bytes", gc_peak)
+    samples = bench.time_updates(methods, repeats=repeats, progress=progress)
+    times = {f"{name}_us": median(wall for wall, _ in samples[name]) for name in methods}
+    return {"account": account, "peaks": peaks, "times": times | {"repeats": repeats, "threads": torch.get_num_threads()}}
+
+
+def measure_account(bench: Workbench, static: dict[str, int]) -> tuple[dict[str, int], int]:
+    """The account of what is live outside the layers, read off one traced update with checkpointing; and its peak.
+
+    On a CPU from the allocator's events between marks; a GPU build reads the same marks from allocator statistics.
+    """
+    with bench.method("gc"):
+        trace = trace_marked_update(bench) if bench.device.type == "cpu" else _cuda_trace(bench)
+    hidden = _hidden_bytes(bench)
+    total = sum(static.values())
+    shared = max(trace.live_at("layers") - hidden, 0)
+    stored = hidden * len(bench.layers)
+    account = {
+        **static,
+        "shared_bytes": shared,
+        "head_bytes": max(trace.peak_between("head", "backward") - shared - stored, 0),
+        "tail_bytes": max(trace.peak_between("tail", "update") - shared, 0),
+        "update_bytes": trace.peak_between("update", None),
+    }
+    return account, total + trace.peak_bytes
+
+
+def trace_marked_update(bench: Workbench) -> MemoryTrace:
+    """One traced update with marks: layers (before the first), head, backward (of the last layer), tail, update."""
+    first, last = bench.layers[0][1], bench.layers[-1][1]
+    hooks = []
+
+    def before_layers(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if torch.is_grad_enabled() and not torch._C._current_graph_task_id() >= 0:
+            mark("layers")
+            if hidden.requires_grad:
+                hidden.register_hook(lambda grad: mark("tail"))
+
+    def after_layers(_module: nn.Module, _args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        mark("head")
+        hidden.register_hook(lambda grad: mark("backward"))
+
+    def before_update(*_: Any) -> None:
+        mark("update")
+
+    hooks.append(first.register_forward_pre_hook(before_layers, with_kwargs=True))
+    hooks.append(last.register_forward_hook(after_layers))
+    hooks.append(bench.optimizer.register_step_pre_hook(before_update))
+    try:
+        trace = trace_memory(bench.update)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    marks = dict(trace.marks)
+    marks.setdefault("tail", marks["update"])  # an input without gradient (LoRA, frozen embedding) has no tail
+    return replace(trace, marks=marks)
+
+
+def _cuda_trace(bench: Workbench) -> MemoryTrace:
+    raise ProfileError("the memory account on a GPU is not built yet; profile on a CPU")
+
+
+def _hidden_bytes(bench: Workbench) -> int:
+    config = bench.model.config.get_text_config()
+    dtype = torch.get_autocast_dtype(bench.device.type) if torch.is_autocast_enabled(bench.device.type) else next(bench.model.parameters()).dtype
+    return bench.micro_batch.tokens * config.hidden_size * dtype.itemsize
+
+
+def _timed(run: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    wall, cpu = time.perf_counter_ns(), time.process_time_ns()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter_ns() - wall) / 1e3, (time.process_time_ns() - cpu) / 1e3
+
+
+# ------------------------------------------------------------------------------------------------------------ one recording
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One exact step, recorded: the joint graphs, what every layer was handed, and the exact gradient."""
+
+    joints: list[JointGraph]
+    calls: dict[int, LayerCall]
+    exact: dict[str, Tensor]
+    gradient_norm: float
+    below_norm2: dict[int, float]
+    fallbacks: dict[int, str]
+
+
+def record_step(bench: Workbench) -> StepRecord:
+    """Run one step with every layer recomputed and keep what each layer was handed (inputs are kept by checkpointing anyway)."""
+    joints: list[JointGraph] = []
+    primals: dict[int, tuple[int, list[Any]]] = {}
+    tangents: dict[int, Tensor] = {}
+
+    def run(graph: fx.GraphModule, side: str) -> Callable[[list[Any]], Any]:
+        which = len(joints) - 1
+
+        def run_graph(arguments: list[Any]) -> Any:
+            if side == "forward":
+                primals[handle.program.current_layer] = (which, list(arguments))
+            return graph.forward(arguments)
+
+        return run_graph
+
+    layers = len(bench.layers)
+    variant = Variant(max_tokens=UNLIMITED_TOKENS, layers=["record"] * layers)
+    handle = attach_patterns(bench.model, patterns={"record": Pattern()}, variants=[variant], name="record", run=run, on_split=joints.append)
+    hooks = [layer.register_forward_hook(_keep_tangent(tangents, index)) for index, (_, layer) in enumerate(bench.layers)]
+    try:
+        exact = bench.gradients()
+    finally:
+        handle.detach()
+        for hook in hooks:
+            hook.remove()
+    if not joints:
+        raise CaptureError("no decoder layer was captured: torch ran the model uncompiled; is torch.compile disabled (TORCHDYNAMO_DISABLE)?")
+    calls = {
+        index: LayerCall(index=index, graph=graph, primals=arguments, tangent=tangents[index])
+        for index, (graph, arguments) in primals.items()
+        if index in tangents
+    }
+    norm = sum(float(g.double().square().sum()) for g in exact.values()) ** 0.5
+    if not norm > 0:
+        raise ProfileError("the micro-batch has no gradient at all; use one whose groups have mixed rewards")
+    return StepRecord(joints=joints, calls=calls, exact=exact, gradient_norm=norm, below_norm2=_below_norms(bench, exact), fallbacks={})
+
+
+def _keep_tangent(tangents: dict[int, Tensor], index: int) -> Callable[..., None]:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            hidden.register_hook(lambda grad: tangents.__setitem__(index, grad.detach()))
+
+    return hook
+
+
+def _below_norms(bench: Workbench, exact: dict[str, Tensor]) -> dict[int, float]:
+    """Layer -> sum of squared gradient norms of the parameters below it: lower layers and the input embedding."""
+    prefixes = [fqn + "." for fqn, _ in bench.layers]
+    of_layer = [sum(float(g.double().square().sum()) for n, g in exact.items() if n.startswith(prefix)) for prefix in prefixes]
+    embedding = text_decoder(bench.model).get_input_embeddings().weight
+    below = sum(float(exact[n].double().square().sum()) for n, p in bench.model.named_parameters() if p is embedding and n in exact)
+    norms = {}
+    for index, norm2 in enumerate(of_layer):
+        norms[index] = below
+        below += norm2
+    return norms
+
+
+# ------------------------------------------------------------------------------------------------------------ units and risk
+
+
+def measure_layers(bench: Workbench, record: StepRecord, request: ProfileRequest, *, stages: Stages, progress: Progress) -> tuple[list[LayerRow], list[UnitRow], list[LayerClass]]:
+    """Every unit of every layer under every codec; operator and codec times on the middle layer of each class."""
+    digests = [graph_digest(joint) for joint in record.joints]
+    names = {digest: chr(ord("A") + i) if i < 26 else f"class{i}" for i, digest in enumerate(dict.fromkeys(digests))}
+    weight = token_weights(bench.micro_batch, bench.config)
+    classes: dict[str, LayerClass] = {}
+    for digest, name in names.items():
+        members = [c for c in record.calls.values() if digests[c.graph] == digest]
+        if not members:
+            continue
+        call = members[len(members) // 2]
+        classes[name] = timed_class(record.joints[call.graph], call, name=name)
+    layers, units = [], []
+    codec_times: dict[tuple[str, str, str], tuple[float, float]] = {}
+    for index, (fqn, _) in enumerate(bench.layers):
+        progress("measuring layers", index, len(bench.layers))
+        if index not in record.calls:
+            raise CaptureError(f"{fqn}: ran without being captured; report the model")
+        call = record.calls[index]
+        layer_class = classes[names[digests[call.graph]]]
+        if (stage := stages.load(f"layer-{index}")) is None:
+            stage = measure_layer(record, call, layer_class, fqn=fqn, codecs=request.codecs, weight=weight, times=codec_times)
+            stages.save(f"layer-{index}", stage)
+        layers.append(LayerRow(**stage["row"]))
+        units.extend(UnitRow(**row) for row in stage["units"])
+    return layers, units, list(classes.values())
+
+
+def timed_class(joint: JointGraph, call: LayerCall, *, name: str) -> LayerClass:
+    """The class's graph as a record, with the median time of each forward operator on one layer's real values."""
+    described = describe_joint(joint, name=name)
+    with torch.no_grad():
+        times = LayerReplay(joint, described, call).forward_times_us(repeats=OPERATOR_REPEATS)
+    nodes = [node.model_copy(update={"time_us": times.get(node.name, 0.0)}) for node in described.nodes]
+    return described.model_copy(update={"nodes": nodes})
+
+
+def measure_layer(record: StepRecord, call: LayerCall, layer_class: LayerClass, *, fqn: str, codecs: Sequence[str], weight: Tensor, times: dict[tuple[str, str, str], tuple[float, float]]) -> dict[str, Any]:
+    """One layer's row and its units' rows, ready for the stage file."""
+    with torch.no_grad():
+        replay = LayerReplay(record.joints[call.graph], layer_class, call)
+        units = []
+        for unit in candidate_units(layer_class):
+            value = replay.value(unit)
+            for codec in codecs:
+                error = measure_unit(replay, unit, codec, token_weight=weight, below_norm2=record.below_norm2[call.index], gradient_norm2=record.gradient_norm**2)
+                key = (layer_class.name, unit, codec)
+                if key not in times:
+                    times[key] = codec_times_us(value, codec, repeats=OPERATOR_REPEATS)
+                compress, restore = times[key]
+                row = UnitRow(layer=call.index, unit=unit, codec=codec, nbytes=value.untyped_storage().nbytes(), payload_bytes=error.payload_bytes, compress_us=compress, decompress_us=restore, rel_error=error.rel_error, exposure_error=error.exposure_error, rho2=error.rho2)
+                units.append(row.model_dump())
+        gradient = replay.input_gradient()
+        row = LayerRow(
+            index=call.index,
+            fqn=fqn,
+            layer_class=layer_class.name,
+            grad_norm=sum(float(g.double().square().sum()) for g in replay.parameter_gradients()) ** 0.5,
+            input_grad_norm=0.0 if gradient is None else float(gradient.double().norm()),
+        )
+    return {"row": row.model_dump(), "units": units}
+
+
+def token_weights(micro_batch: MicroBatch, config: GrpoConfig) -> Tensor:
+    """Squared exposure of the position that predicts each token, [B,S] float64; old log-probabilities count as on-policy (r = 1)."""
+    c = exposure(advantages=micro_batch.advantages.double(), mask=micro_batch.completion_mask.double(), loss_type=config.loss_type, loss_tokens=micro_batch.loss_tokens, max_completion_tokens=config.max_completion_tokens, xp=torch)
+    weight = torch.zeros(micro_batch.input_ids.shape, dtype=torch.float64)
+    prompt = micro_batch.prompt_ids.shape[1]
+    weight[:, prompt - 1 : -1] = c.square()
+    return weight
+
+
+# --------------------------------------------------------------------------------------------------------------- calibration
+
+
+def calibrate(bench: Workbench, record: StepRecord, units: Sequence[UnitRow], *, progress: Progress) -> list[CalibrationPair]:
+    """Two whole plans through the runtime: every measured unit of every second layer, and all layers without the riskiest units."""
+    codec = units[0].codec if units else None
+    if codec is None:
+        return []
+    rows = [row for row in units if row.codec == codec]
+    typical = median(row.rho2 for row in rows)
+    calm = {row.unit for row in rows} - {row.unit for row in rows if row.rho2 > 4 * typical}
+    choices = {
+        f"{codec} on every unit of every second layer": lambda row: row.layer % 2 == 0,
+        f"{codec} on the calmer units of every layer": lambda row: row.unit in calm,
+    }
+    pairs = []
+    for position, (label, chosen) in enumerate(choices.items()):
+        progress("checking the risk against whole plans", position, len(choices))
+        picked = [row for row in rows if chosen(row)]
+        patterns, layers = _patterns_of(picked, codec, layers=len(bench.layers))
+        with bench.method(label, patterns, layers):
+            measured = relative_error(bench.gradients(), record.exact)
+        pairs.append(CalibrationPair(label=label, predicted_rho2=sum(row.rho2 for row in picked), measured_rel_error=measured))
+    return pairs
+
+
+def _patterns_of(rows: Sequence[UnitRow], codec: str, *, layers: int) -> tuple[dict[str, Pattern], list[str]]:
+    patterns: dict[str, Pattern] = {}
+    names = []
+    for index in range(layers):
+        actions = {row.unit: f"compress:{codec}" for row in rows if row.layer == index}
+        name = hashlib.sha256(json.dumps(sorted(actions)).encode()).hexdigest()[:6]
+        patterns[name] = Pattern(default="store", actions=actions)
+        names.append(name)
+    return patterns, names
+
+
+# --------------------------------------------------------------------------------------------------------------- identities
+
+
+def batch_identity(micro_batch: MicroBatch, *, source: str, task: str) -> BatchId:
+    """What was profiled: a digest over the ids, masks and advantages, and the shape that the plan will hold for."""
+    tensors = (micro_batch.prompt_ids, micro_batch.prompt_mask, micro_batch.completion_ids, micro_batch.completion_mask, micro_batch.advantages)
+    digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors)).hexdigest()[:16]
+    counts = torch.bincount(micro_batch.group_ids)
+    return BatchId(source=source, digest=digest, task=task, rows=micro_batch.rows, length=micro_batch.input_ids.shape[1], tokens=micro_batch.tokens, loss_tokens=int(micro_batch.completion_mask.sum()), group_size=int(counts.max()))
+
+
+def describe_machine(device: torch.device) -> Machine:
+    """Device, processor and versions that figures depend on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return Machine(device=name, cpu=_cpu_name(), threads=torch.get_num_threads(), torch=torch.__version__, transformers=transformers.__version__, python=sys.version.split()[0], hilore=hilore_cli.__version__)
+
+
+def _cpu_name() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+class Stages:
+    """Finished parts of an unfinished profile, each an atomically written JSON file; parts of another request are thrown away."""
+
+    def __init__(self, folder: Path, *, key: str) -> None:
+        self._folder = folder
+        stamp = folder / "key"
+        if folder.exists() and (not stamp.exists() or stamp.read_text() != key):
+            shutil.rmtree(folder)
+        if not folder.exists():
+            write_atomic(stamp, key.encode())
+
+    def load(self, stage: str) -> Any | None:
+        path = self._folder / f"{stage}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def save(self, stage: str, content: Any) -> None:
+        write_atomic(self._folder / f"{stage}.json", json.dumps(content, allow_nan=False).encode())
+
+    def clear(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _key(identity: dict[str, Any], batch: dict[str, Any], request: ProfileRequest) -> str:
+    versions = (torch.__version__, transformers.__version__, hilore_cli.__version__)
+    text = json.dumps([identity, batch, request.name, list(request.codecs), repr(request.config), request.seed, request.repeats, torch.get_num_threads(), versions])
+    return hashlib.sha256(text.encode()).hexdigest()
