@@ -42,6 +42,7 @@ from hilore_cli.sizes import Cap, format_bytes
 from hilore_cli.timeline import LayerTimeline, class_of_layer, combine_layers, fallback_timeline, simulate_layer
 
 GAP_OF_STEP = 1e-3
+NEGLIGIBLE_OF_STEP = 1e-6
 RESOLVES = 3
 FEW_PATTERNS = 4
 """Each distinct pattern is compiled in the first training step (seconds): so many are taken when they cost next to nothing."""
@@ -113,11 +114,12 @@ def time_scale(profile: Profile) -> float:
     return span / replayed if replayed > 0 and span > 0 else 1.0
 
 
-def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, codecs: Sequence[str], scale: float, risk_budget: float) -> LayerProgram:
+def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, codecs: Sequence[str], scale: float, risk_budget: float, negligible_ns: int = 0) -> LayerProgram:
     """The rows of a layer class as values, operators and phases. Views are folded into the storage they alias.
 
-    Left out: what no backward operator can need, codecs that alone are over the risk budget, and storing a value that
-    backward does not read when storing its only consumer's output is no worse (fewer bytes, less work).
+    Left out: what no backward operator can need; codecs that alone are over the risk budget; storing a value that
+    backward does not read when storing its only consumer's output is no worse (fewer bytes, less work); and storing what
+    an operator without inputs makes in less than `negligible_ns` (constants: each would only double the patterns).
     """
     rows = layer_class.nodes
     reads = _backward_reads(rows)
@@ -140,10 +142,11 @@ def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, co
                 allowed[k] = CodecModel(payload_bytes=unit.payload_bytes, time_ns=round((unit.compress_us + unit.decompress_us) * 1000), rho2=unit.rho2)
         first, last = reads.get(t, (None, None))
         producer = producer_row[t]
-        values.append(ValueModel(nbytes=row.nbytes, producer=-1 if producer is None else operators.index(producer), first_read=first, last_read=last, held_until=held[t], storable=True, codecs=allowed))
+        constant = producer is not None and not inputs_of[producer] and not rows[producer].pinned and rows[producer].time_us * scale * 1000 < negligible_ns
+        values.append(ValueModel(nbytes=row.nbytes, producer=-1 if producer is None else operators.index(producer), first_read=first, last_read=last, held_until=held[t], storable=not constant, codecs=allowed))
     models = [OperatorModel(time_ns=round(rows[o].time_us * scale * 1000), inputs=tuple(value_index[u] for u in inputs_of[o]), pinned=rows[o].pinned) for o in operators]
     model = LayerModel(values=tuple(values), operators=tuple(models), phases=_phases(layer_class))
-    return LayerProgram(model=prune_values(model), units=tuple(rows[t].unit for t in owners))
+    return LayerProgram(model=prune_phases(prune_values(model)), units=tuple(rows[t].unit for t in owners))
 
 
 def prune_values(model: LayerModel) -> LayerModel:
@@ -196,6 +199,8 @@ class _Planner:
     def solve(self, *, cap_bytes: int, risk: float, max_patterns: int) -> Solution:
         """Steps 1 to 4 of the module's head. Raises InfeasibleError."""
         budget = risk**2 / self.profile.kappa
+        if not self.planned:
+            return self.solve_nothing(cap_bytes=cap_bytes)
         step = self.step_model(cap_bytes=cap_bytes, budget=budget)
         bound = bound_layers(step)
         self.add_priced_candidates(step, bound, budget)
@@ -221,6 +226,18 @@ class _Planner:
         found = self.with_fewer_patterns(found, cap_bytes=cap_bytes, budget=budget, bound_ns=bound_ns)
         return Solution(assignment=found, bound_ns=min(bound_ns, found.cost_ns), resolves=resolves, reproducible=reproducible and found.reproducible)
 
+    def solve_nothing(self, *, cap_bytes: int) -> Solution:
+        """Every layer is left to torch's checkpoint: there is nothing to choose. Raises InfeasibleError."""
+        step = combine_layers(self.profile, [self.fallback] * len(self.classes))
+        if step.peak_bytes > cap_bytes:
+            raise InfeasibleError(
+                f"no layer of profile {self.profile.name} could be captured, and checkpointing needs {format_bytes(step.peak_bytes)}; the cap is {format_bytes(cap_bytes)}: raise --mem-cap",
+                least_peak_bytes=step.peak_bytes,
+                least_peak_at_risk_bytes=step.peak_bytes,
+                binding_moment=step.binding_moment,
+            )
+        return Solution(assignment=Assignment(pattern_of=(), cost_ns=0, peak_bytes=step.peak_bytes, rho2=0.0, reproducible=True), bound_ns=0.0, resolves=0, reproducible=True)
+
     def is_close(self, found: Assignment | None, bound_ns: float) -> bool:
         return found is not None and found.cost_ns - bound_ns <= GAP_OF_STEP * (self.profile.times.store_us * 1000 + found.cost_ns)
 
@@ -239,7 +256,7 @@ class _Planner:
     def program(self, layer: int, budget: float, codecs: tuple[str, ...]) -> LayerProgram:
         key = (layer, budget, codecs)
         if key not in self._programs:
-            self._programs[key] = build_layer_program(self.classes[layer], self.units[layer].values(), codecs=codecs, scale=self.scale, risk_budget=budget)
+            self._programs[key] = build_layer_program(self.classes[layer], self.units[layer].values(), codecs=codecs, scale=self.scale, risk_budget=budget, negligible_ns=round(NEGLIGIBLE_OF_STEP * self.profile.times.store_us * 1000))
         return self._programs[key]
 
     def fixed_bytes(self) -> int:
@@ -269,8 +286,6 @@ class _Planner:
     def add_priced_candidates(self, step: StepModel, bound: Bound | None, budget: float) -> None:
         """Patterns that layers take at the relaxation's prices and at a few others, cheap and dear."""
         self.candidates.setdefault(())
-        if not self.planned:
-            return
         base = _base_prices(step, bound)
         blocks: list[tuple[LayerProgram, Prices, tuple[str, ...]]] = []
         if bound is not None:
@@ -352,10 +367,6 @@ class _Planner:
                 continue
             found = {q: self.column(i, actions) for q, actions in enumerate(self.candidates)}
             columns.append({q: column for q, column in found.items() if column is not None})
-        if not columns:
-            peak = combine_layers(self.profile, [self.fallback] * len(self.classes)).peak_bytes
-            empty = Assignment(pattern_of=(), cost_ns=0, peak_bytes=peak, rho2=0.0, reproducible=True)
-            return empty if cap_bytes is None or peak <= cap_bytes else None
         kept = _undominated(columns, budget)
         task = AssignmentProblem(columns=tuple(kept), fixed_bytes=self.fixed_bytes(), head_bytes=self.profile.account.head_bytes, floor_bytes=self.floor_bytes(), cap_bytes=cap_bytes, risk=budget, max_patterns=max_patterns, gap_ns=self.gap_ns() // 4)
         if cap_bytes is not None and cap_bytes < self.floor_bytes():
@@ -367,6 +378,8 @@ class _Planner:
 
     def infeasible(self, *, cap_bytes: int, risk: float, budget: float, max_patterns: int) -> InfeasibleError:
         """What would be feasible, in the order in which a user can give way."""
+        if self.codecs:  # codecs that are over the budget alone were left out so far
+            self.add_priced_candidates(self.step_model(cap_bytes=cap_bytes, budget=math.inf), None, math.inf)
         least = self.assign(cap_bytes=None, budget=None, max_patterns=max_patterns, minimise="peak")
         at_risk = self.assign(cap_bytes=None, budget=budget, max_patterns=max_patterns, minimise="peak")
         less_risk = self.assign(cap_bytes=cap_bytes, budget=None, max_patterns=max_patterns, minimise="risk")
@@ -438,6 +451,8 @@ class _Planner:
         """Other budgets over the patterns found for this plan: a lower bound on what solving for them would give."""
         gc_bytes = self.profile.peaks.gc_bytes
         points = [("1.0x-gc", gc_bytes, risk), ("1.25x-gc", math.floor(1.25 * gc_bytes), risk)]
+        if not self.planned:
+            return []
         if risk > 0:
             points.insert(0, ("exact (risk 0)", cap_bytes, 0.0))
         found = []
@@ -496,7 +511,7 @@ def _base_prices(step: StepModel, bound: Bound | None) -> Prices:
     rho2 = sum(c.rho2 for layer in step.layers for v in layer.values for c in list(v.codecs.values())[:1])
     stored = max((p.stored for p in bound.prices), default=0.0) if bound is not None else 0.0
     risk = max((p.rho2 for p in bound.prices), default=0.0) if bound is not None else 0.0
-    return Prices(stored=stored or replay_ns / max(needed, 1), phases=(), rho2=risk or replay_ns / max(rho2, 1e-300))
+    return Prices(stored=stored or replay_ns / max(needed, 1), phases=(), rho2=risk or (replay_ns / rho2 if rho2 > 0 else 0.0))
 
 
 def _undominated(columns: Sequence[dict[int, Column]], budget: float | None) -> list[dict[int, Column]]:
@@ -587,7 +602,7 @@ def _held_until(rows: Sequence[GraphNode], owners: Sequence[int], producer_row: 
 
 
 def _phases(layer_class: LayerClass) -> tuple[PhaseModel, ...]:
-    """Backward's matmul-like operators with what backward itself holds while they run: tangent, temporaries, gradients."""
+    """Backward's operators with what backward itself holds while they run: tangent, temporaries, gradients."""
     rows = layer_class.nodes
     last: dict[int, int] = {}
     first: dict[int, int] = {}
@@ -603,5 +618,30 @@ def _phases(layer_class: LayerClass) -> tuple[PhaseModel, ...]:
     for i in layer_class.outputs:
         last[rows[i].storage] = len(rows)
     own = [(first[s], last[s], rows[s].nbytes) for s in first]
-    positions = [row.index for row in rows if row.side == "backward" and row.matmul]
+    positions = [row.index for row in rows if row.side == "backward" and row.storage in (row.index, -1)]
     return tuple(PhaseModel(position=p, fixed_bytes=sum(n for a, b, n in own if a <= p <= b)) for p in positions)
+
+
+def prune_phases(model: LayerModel) -> LayerModel:
+    """Drop phases at which no choice can need more memory than at some other phase. Mostly matrix products remain."""
+    live = [[_live_options(value, phase.position) for value in model.values] for phase in model.phases]
+
+    def excess(p: int, q: int) -> int:
+        """Most bytes by which phase p can be above phase q."""
+        over = sum(max(a - b for a, b in zip(x, y, strict=True)) for x, y in zip(live[p], live[q], strict=True))
+        return model.phases[p].fixed_bytes + over - model.phases[q].fixed_bytes
+
+    kept: list[int] = []
+    for p in range(len(model.phases)):
+        if any(excess(p, q) <= 0 for q in kept):
+            continue
+        kept = [q for q in kept if excess(q, p) > 0] + [p]
+    return replace(model, phases=tuple(model.phases[p] for p in sorted(kept)))
+
+
+def _live_options(value: ValueModel, position: int) -> list[int]:
+    """Bytes live at a position for: not kept, stored, each codec."""
+    if value.first_read is not None and value.first_read <= position <= value.last_read:
+        return [value.nbytes] * (2 + len(value.codecs))
+    held = position < value.held_until
+    return [0, value.nbytes * held, *(codec.payload_bytes * held for codec in value.codecs.values())]

@@ -36,7 +36,7 @@ def smollm2_class() -> LayerClass:
     rows = []
     for row in layer_class.nodes:
         time_us = 0.0
-        if row.side == "forward" and row.target != "placeholder" and (row.storage == row.index or row.storage < 0):
+        if row.side == "forward" and row.target != "placeholder" and (row.storage == row.index or row.storage < 0) and "getitem" not in row.target:
             read = sum(layer_class.nodes[layer_class.nodes[i].storage].nbytes for i in row.inputs if layer_class.nodes[i].storage >= 0)
             time_us = (read + row.nbytes) / 4000
             if row.matmul:
