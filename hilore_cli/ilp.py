@@ -36,7 +36,7 @@ same input gives the same plan; the wall limit is an emergency brake that is rep
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pulp
@@ -229,7 +229,7 @@ def _is_unread(value: ValueModel, position: int) -> bool:
     return value.first_read is None or position < value.first_read
 
 
-def solve_layers(step: StepModel, *, max_nodes: int = 2000) -> LayersSolution | None:
+def solve_layers(step: StepModel, *, max_nodes: int = 500) -> LayersSolution | None:
     """The whole program; None when no choice keeps the rows. Raises SolverError when CBC's answer does not hold."""
     problem, blocks, _ = _build_layers(step, relax=False)
     run = run_cbc(problem, gap_ms=step.gap_ns / NS_PER_MS, max_nodes=max_nodes)
@@ -415,7 +415,7 @@ def add_risk_budget(problem: pulp.LpProblem, relative: Sequence[pulp.LpAffineExp
 # ----------------------------------------------------------------------------------------------------------- assignment
 
 
-def assign_patterns(task: AssignmentProblem, *, minimise: str = "cost", max_nodes: int = 2000) -> Assignment | None:
+def assign_patterns(task: AssignmentProblem, *, minimise: str = "cost", max_nodes: int = 500) -> Assignment | None:
     """The best pattern for each layer; `minimise` is "cost", "peak" or "risk". None when the rows cannot be kept.
 
     Raises SolverError when CBC's answer does not hold in integers.
@@ -504,21 +504,21 @@ class SolverRun:
     reproducible: bool
 
 
-Solver = Callable[[pulp.LpProblem, float, int | None], None]
-
-
 def run_cbc(problem: pulp.LpProblem, *, gap_ms: float, max_nodes: int | None) -> SolverRun:
     """Solve in place, quietly. Raises SolverError when CBC is missing or fails.
 
     Only an optimal status is an answer: an infeasible model has an objective and values too. A limit with an incumbent
     also says `Optimal` (sol_status 2); it is a feasible answer, and a plan's gap is taken from our own bound anyway.
+    A node limit without an incumbent proves nothing: the search goes on without it.
     """
     started = time.monotonic()
     call_solver(problem, gap_ms, max_nodes)
+    if max_nodes is not None and problem.status not in (pulp.LpStatusOptimal, pulp.LpStatusInfeasible):
+        call_solver(problem, gap_ms, None)
     seconds = time.monotonic() - started
     found = problem.status == pulp.LpStatusOptimal and problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-    if not found and seconds >= SECONDS_LIMIT:
-        raise SolverError(f"CBC found no answer within {SECONDS_LIMIT:.0f} s; lower the number of codecs or use a larger cap")
+    if not found and problem.status != pulp.LpStatusInfeasible:
+        raise SolverError(f"CBC found no answer in {seconds:.0f} s (status {pulp.LpStatus[problem.status]}); use fewer codecs or a larger cap")
     return SolverRun(has_solution=found, reproducible=seconds < SECONDS_LIMIT)
 
 

@@ -37,7 +37,19 @@ from hilore_cli.ilp import (
     solve_priced,
     solver_version,
 )
-from hilore_cli.schema import Alternative, Budgets, GraphNode, LayerClass, Pattern, Plan, Prediction, Profile, SolverRecord, UnitRow, digest_of
+from hilore_cli.schema import (
+    Alternative,
+    Budgets,
+    GraphNode,
+    LayerClass,
+    Pattern,
+    Plan,
+    Prediction,
+    Profile,
+    SolverRecord,
+    UnitRow,
+    digest_of,
+)
 from hilore_cli.sizes import Cap, format_bytes
 from hilore_cli.timeline import LayerTimeline, class_of_layer, combine_layers, fallback_timeline, simulate_layer
 
@@ -105,11 +117,9 @@ def time_scale(profile: Profile) -> float:
 
     1 when the measured steps do not tell (recompute-all not slower than store-all: noise on a tiny model).
     """
-    replayed = 0.0
-    for row in profile.layers:
-        layer_class = class_of_layer(profile, row.index)
-        if layer_class is not None:
-            replayed += simulate_layer(layer_class, Pattern(), payload_bytes=_no_payload).recompute_us
+    replay_us = {c.name: simulate_layer(c, Pattern(), payload_bytes=_no_payload).recompute_us for c in profile.classes}
+    classes = [class_of_layer(profile, row.index) for row in profile.layers]
+    replayed = sum(replay_us[c.name] for c in classes if c is not None)
     span = profile.times.recompute_us - profile.times.store_us
     return span / replayed if replayed > 0 and span > 0 else 1.0
 
@@ -199,10 +209,8 @@ class _Planner:
     def solve(self, *, cap_bytes: int, risk: float, max_patterns: int) -> Solution:
         """Steps 1 to 4 of the module's head. Raises InfeasibleError."""
         budget = risk**2 / self.profile.kappa
-        if not self.planned:
-            return self.solve_nothing(cap_bytes=cap_bytes)
         step = self.step_model(cap_bytes=cap_bytes, budget=budget)
-        bound = bound_layers(step)
+        bound = bound_layers(step) if self.planned else None
         self.add_priced_candidates(step, bound, budget)
         found = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=max_patterns)
         bound_ns = bound.objective_ns if bound is not None else 0.0
@@ -226,18 +234,6 @@ class _Planner:
         found = self.with_fewer_patterns(found, cap_bytes=cap_bytes, budget=budget, bound_ns=bound_ns)
         return Solution(assignment=found, bound_ns=min(bound_ns, found.cost_ns), resolves=resolves, reproducible=reproducible and found.reproducible)
 
-    def solve_nothing(self, *, cap_bytes: int) -> Solution:
-        """Every layer is left to torch's checkpoint: there is nothing to choose. Raises InfeasibleError."""
-        step = combine_layers(self.profile, [self.fallback] * len(self.classes))
-        if step.peak_bytes > cap_bytes:
-            raise InfeasibleError(
-                f"no layer of profile {self.profile.name} could be captured, and checkpointing needs {format_bytes(step.peak_bytes)}; the cap is {format_bytes(cap_bytes)}: raise --mem-cap",
-                least_peak_bytes=step.peak_bytes,
-                least_peak_at_risk_bytes=step.peak_bytes,
-                binding_moment=step.binding_moment,
-            )
-        return Solution(assignment=Assignment(pattern_of=(), cost_ns=0, peak_bytes=step.peak_bytes, rho2=0.0, reproducible=True), bound_ns=0.0, resolves=0, reproducible=True)
-
     def is_close(self, found: Assignment | None, bound_ns: float) -> bool:
         return found is not None and found.cost_ns - bound_ns <= GAP_OF_STEP * (self.profile.times.store_us * 1000 + found.cost_ns)
 
@@ -260,19 +256,19 @@ class _Planner:
         return self._programs[key]
 
     def fixed_bytes(self) -> int:
-        return self.profile.account.static_bytes + self.profile.account.shared_bytes + self.fallback.stored_bytes * (len(self.classes) - len(self.planned))
+        return self.profile.account.static_bytes + self.profile.account.shared_bytes
 
     def floor_bytes(self) -> int:
         account = self.profile.account
         return max(account.static_bytes + account.shared_bytes + account.tail_bytes, account.static_bytes + account.update_bytes)
 
     def step_model(self, *, cap_bytes: int, budget: float) -> StepModel:
-        """The layers' program. Layers left to checkpoint count their stored bytes from the start: the bound stays a bound
-        when there are none of them, and is close to one otherwise."""
+        """The layers' program. What layers left to checkpoint store is counted at the head only, so that the bound stays one."""
+        checkpointed = self.fallback.stored_bytes * (len(self.classes) - len(self.planned))
         return StepModel(
             layers=tuple(self.program(i, budget, self.codecs).model for i in self.planned),
             fixed_bytes=self.fixed_bytes(),
-            head_bytes=self.profile.account.head_bytes,
+            head_bytes=self.profile.account.head_bytes + checkpointed,
             cap_bytes=cap_bytes,
             risk=budget,
             gap_ns=self.gap_ns(),
@@ -286,6 +282,8 @@ class _Planner:
     def add_priced_candidates(self, step: StepModel, bound: Bound | None, budget: float) -> None:
         """Patterns that layers take at the relaxation's prices and at a few others, cheap and dear."""
         self.candidates.setdefault(())
+        if not self.planned:
+            return
         base = _base_prices(step, bound)
         blocks: list[tuple[LayerProgram, Prices, tuple[str, ...]]] = []
         if bound is not None:
@@ -327,6 +325,8 @@ class _Planner:
     def timeline(self, layer: int, actions: Actions) -> LayerTimeline | None:
         """Exact simulation of a pattern on a layer; None when the layer lacks one of its units or measurements."""
         layer_class = self.classes[layer]
+        if layer_class is None:
+            return None if actions else self.fallback
         compressed = [(unit, action.removeprefix("compress:")) for unit, action in actions if action.startswith("compress:")]
         if any(key not in self.units[layer] for key in compressed):
             return None
@@ -342,6 +342,7 @@ class _Planner:
     # ----------------------------------------------------------------------------------------------------- assignment
 
     def column(self, layer: int, actions: Actions) -> Column | None:
+        """A pattern on a layer; None where it does not fit. A layer left to checkpoint takes the empty pattern only."""
         timeline = self.timeline(layer, actions)
         if timeline is None:
             return None
@@ -362,13 +363,11 @@ class _Planner:
     def assign(self, *, cap_bytes: int | None, budget: float | None, max_patterns: int, minimise: str = "cost") -> Assignment | None:
         """The assignment over all candidates so far; retried with a lower cap when CBC's tolerance let a few bytes through."""
         columns = []
-        for i, layer_class in enumerate(self.classes):
-            if layer_class is None:
-                continue
+        for i in range(len(self.classes)):
             found = {q: self.column(i, actions) for q, actions in enumerate(self.candidates)}
             columns.append({q: column for q, column in found.items() if column is not None})
         kept = _undominated(columns, budget)
-        task = AssignmentProblem(columns=tuple(kept), fixed_bytes=self.fixed_bytes(), head_bytes=self.profile.account.head_bytes, floor_bytes=self.floor_bytes(), cap_bytes=cap_bytes, risk=budget, max_patterns=max_patterns, gap_ns=self.gap_ns() // 4)
+        task = AssignmentProblem(columns=tuple(kept), fixed_bytes=self.fixed_bytes(), head_bytes=self.profile.account.head_bytes, floor_bytes=self.floor_bytes(), cap_bytes=cap_bytes, risk=budget, max_patterns=max_patterns, gap_ns=self.gap_ns() // 3)
         if cap_bytes is not None and cap_bytes < self.floor_bytes():
             return None
         try:
@@ -395,15 +394,11 @@ class _Planner:
     # ------------------------------------------------------------------------------------------------------------ plan
 
     def actions_of(self, assignment: Assignment) -> list[Actions]:
-        """Per layer; layers left to checkpoint have none."""
         known = list(self.candidates)
-        result: list[Actions] = [()] * len(self.classes)
-        for i, q in zip(self.planned, assignment.pattern_of, strict=True):
-            result[i] = known[q]
-        return result
+        return [known[q] for q in assignment.pattern_of]
 
     def timelines_of(self, assignment: Assignment) -> list[LayerTimeline]:
-        return [self.fallback if self.classes[i] is None else self.timeline(i, actions) for i, actions in enumerate(self.actions_of(assignment))]
+        return [self.timeline(i, actions) for i, actions in enumerate(self.actions_of(assignment))]
 
     def name_patterns(self, assignment: Assignment) -> tuple[dict[str, Pattern], list[str]]:
         """Names A, B, ... in the order in which layers use them."""
@@ -451,8 +446,6 @@ class _Planner:
         """Other budgets over the patterns found for this plan: a lower bound on what solving for them would give."""
         gc_bytes = self.profile.peaks.gc_bytes
         points = [("1.0x-gc", gc_bytes, risk), ("1.25x-gc", math.floor(1.25 * gc_bytes), risk)]
-        if not self.planned:
-            return []
         if risk > 0:
             points.insert(0, ("exact (risk 0)", cap_bytes, 0.0))
         found = []

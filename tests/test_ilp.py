@@ -8,13 +8,26 @@ import stat
 
 import pulp
 import pytest
+from profiles_for_tests import MIB, chain_class, make_profile
 
 from hilore_cli import ilp
 from hilore_cli.errors import SolverError
-from hilore_cli.ilp import AssignmentProblem, Column, LayerModel, StepModel, assign_patterns, bound_layers, check_layers, evaluate_layer, live_bytes, solve_layers, solve_priced, stored_bytes
+from hilore_cli.ilp import (
+    AssignmentProblem,
+    Column,
+    LayerModel,
+    StepModel,
+    assign_patterns,
+    bound_layers,
+    check_layers,
+    evaluate_layer,
+    live_bytes,
+    solve_layers,
+    solve_priced,
+    stored_bytes,
+)
 from hilore_cli.planner import build_layer_program, prune_values
 from hilore_cli.schema import UnitRow
-from profiles_for_tests import MIB, chain_class, make_profile
 
 
 def chain_models(*, layers: int, codecs: tuple[str, ...], seed: int, blocks: int = 1, prune: bool = True) -> list[LayerModel]:
@@ -63,7 +76,6 @@ def test_pruned_values_never_help() -> None:
     pruned = build_layer_program(profile.classes[0], profile.units, codecs=("int8",), scale=1.0, risk_budget=1.0).model
     values = list(pruned.values)
     full = LayerModel(values=tuple(ilp.ValueModel(**{**vars(v), "storable": True}) for v in values), operators=pruned.operators, phases=pruned.phases)
-    assert [v.storable for v in full.values] != [True] * 0
     for cap in range(10, 60, 5):
         a, b = (enumerate_step(StepModel(layers=(m,), fixed_bytes=0, head_bytes=0, cap_bytes=cap * MIB, risk=1e-5, gap_ns=0)) for m in (pruned, full))
         assert a == b
@@ -157,6 +169,20 @@ def test_sv05_infeasible_with_values_is_no_answer(monkeypatch: pytest.MonkeyPatc
     task = feasible_task()
     monkeypatch.setattr(ilp, "call_solver", lying_solver({"z0_0": 1.67}, pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible))
     assert assign_patterns(task) is None
+
+
+def test_node_limit_without_an_answer_is_not_infeasible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CBC stopped by the node limit before its first answer is asked again without the limit."""
+    task, real = feasible_task(), ilp.call_solver
+
+    def stop_early(problem: pulp.LpProblem, gap_ms: float, max_nodes: int | None) -> None:
+        if max_nodes is None:
+            real(problem, gap_ms, None)
+        else:
+            problem.status, problem.sol_status = pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
+
+    monkeypatch.setattr(ilp, "call_solver", stop_early)
+    assert assign_patterns(task).cost_ns == enumerate_assignment(task)
 
 
 def test_risk_and_pattern_limit_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

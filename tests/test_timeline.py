@@ -26,7 +26,6 @@ BATCH, LENGTH = 2, 32
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "head_dim": 16}
 FAMILIES = {
     "llama": {},
-    "qwen3": {},
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 16},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
 }
@@ -57,7 +56,7 @@ def capture(family: str, attention: str = "sdpa", dropout: float = 0.0) -> Captu
         if found:
             return
         layer_class = describe_joint(joint, name="A")
-        splits = [(pattern, *real_split(joint, pattern)) for pattern in patterns_of(layer_class, count=12, seed=1)]
+        splits = [(pattern, *real_split(joint, pattern)) for pattern in patterns_of(layer_class, count=10, seed=1)]
         found.append(Captured(joint=joint, layer_class=layer_class, payload_bytes=payload_bytes_of(joint, layer_class), splits=splits))
 
     ids = torch.randint(0, 128, (BATCH, LENGTH))
@@ -94,7 +93,7 @@ def patterns_of(layer_class: LayerClass, *, count: int, seed: int) -> list[Patte
     return patterns
 
 
-CASES = [("llama", "sdpa", 0.0), ("llama", "eager", 0.1), ("llama", "sdpa", 0.1), ("qwen3", "sdpa", 0.0), ("gemma3_text", "eager", 0.0), ("qwen3_moe", "sdpa", 0.0)]
+CASES = [("llama", "sdpa", 0.0), ("llama", "eager", 0.1), ("llama", "sdpa", 0.1), ("gemma3_text", "eager", 0.0), ("qwen3_moe", "sdpa", 0.0)]
 
 
 @pytest.mark.parametrize(("family", "attention", "dropout"), CASES)
