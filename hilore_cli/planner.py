@@ -388,7 +388,8 @@ class _Planner:
         if self.codecs:
             parts.append(f"at any risk: {format_bytes(least.peak_bytes)}")
             parts.append(f"least risk at this cap: {least_risk:.3g}" if least_risk is not None else "no risk makes this cap feasible")
-        parts.append(f"raise --mem-cap to {format_bytes(at_risk.peak_bytes)} or more" + (f", or --risk to {least_risk:.2g}" if least_risk is not None else ""))
+        remedy = f"raise --mem-cap to {math.ceil(at_risk.peak_bytes / 2**20)}MiB"
+        parts.append(remedy if least_risk is None else f"{remedy}, or --risk to {_round_up(least_risk):g}")
         return InfeasibleError("; ".join(parts), least_peak_bytes=least.peak_bytes, least_peak_at_risk_bytes=at_risk.peak_bytes, least_risk=least_risk, binding_moment=moment)
 
     # ------------------------------------------------------------------------------------------------------------ plan
@@ -464,6 +465,12 @@ class _Planner:
 
 def _no_payload(unit: str, codec: str) -> int:
     raise ProfileError(f"unit {unit!r} has no payload under {codec!r}")
+
+
+def _round_up(value: float) -> float:
+    """To three significant digits, so that the number that is printed does what it says."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return math.ceil(value / unit * (1 + 1e-9)) * unit
 
 
 def _letter(number: int) -> str:

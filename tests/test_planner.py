@@ -153,6 +153,7 @@ def test_infeasible_cap_says_what_would_do() -> None:
     assert error.least_peak_bytes <= error.least_peak_at_risk_bytes
     assert error.least_risk is None
     assert error.binding_moment
+    assert f"raise --mem-cap to {-(-error.least_peak_at_risk_bytes // MIB)}MiB" in str(error)
     plan = plan_of(profile, cap=f"{error.least_peak_at_risk_bytes}B")
     assert plan.predicted.peak_bytes <= error.least_peak_at_risk_bytes
 
@@ -162,7 +163,9 @@ def test_infeasible_risk_says_the_least_risk() -> None:
     profile = make_profile(layers=6, head_bytes=300 * MIB, static_bytes=100 * MIB, codecs=("int8",))
     with pytest.raises(InfeasibleError, match="least risk at this cap") as caught:
         plan_of(profile, cap="0.99x-gc", risk=1e-5)
-    plan = plan_of(profile, cap="0.99x-gc", risk=caught.value.least_risk * 1.001)
+    named = float(str(caught.value).rsplit("--risk to ", 1)[1])
+    assert caught.value.least_risk <= named <= caught.value.least_risk * 1.02
+    plan = plan_of(profile, cap="0.99x-gc", risk=named)
     check_plan(profile, plan)
 
 
