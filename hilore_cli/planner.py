@@ -13,6 +13,7 @@ What it does NOT do: measure anything, or trust the solver (ilp.py checks every 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -124,12 +125,13 @@ def time_scale(profile: Profile) -> float:
     return span / replayed if replayed > 0 and span > 0 else 1.0
 
 
-def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, codecs: Sequence[str], scale: float, risk_budget: float, negligible_ns: int = 0) -> LayerProgram:
+def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, codecs: Sequence[str], scale: float, risk_budget: float, negligible_ns: int = 0, replayed: bool = False) -> LayerProgram:
     """The rows of a layer class as values, operators and phases. Views are folded into the storage they alias.
 
     Left out: what no backward operator can need; codecs that alone are over the risk budget; storing a value that
     backward does not read when storing its only consumer's output is no worse (fewer bytes, less work); and storing what
     an operator without inputs makes in less than `negligible_ns` (constants: each would only double the patterns).
+    Risks are those with matmul-like results behind a unit stored, which is the least a pattern can bring, or `replayed`.
     """
     rows = layer_class.nodes
     reads = _backward_reads(rows)
@@ -148,8 +150,11 @@ def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, co
         allowed = {}
         for k, codec in enumerate(codecs):
             unit = measured.get((row.unit, codec))
-            if unit is not None and row.compressible and not row.pinned and 0 <= unit.rho2 <= risk_budget and unit.payload_bytes < row.nbytes:
-                allowed[k] = CodecModel(payload_bytes=unit.payload_bytes, time_ns=round((unit.compress_us + unit.decompress_us) * 1000), rho2=unit.rho2)
+            if unit is None or not row.compressible or row.pinned or unit.payload_bytes >= row.nbytes:
+                continue
+            rho2 = unit.replayed_rho2 if replayed else unit.rho2
+            if rho2 <= risk_budget:
+                allowed[k] = CodecModel(payload_bytes=unit.payload_bytes, time_ns=round((unit.compress_us + unit.decompress_us) * 1000), rho2=rho2)
         first, last = reads.get(t, (None, None))
         producer = producer_row[t]
         constant = producer is not None and not inputs_of[producer] and not rows[producer].pinned and rows[producer].time_us * scale * 1000 < negligible_ns
@@ -184,6 +189,24 @@ def prune_values(model: LayerModel) -> LayerModel:
     return replace(model, values=tuple(values))
 
 
+def replayed_units(layer_class: LayerClass, recomputed: Iterable[int], actions: Actions) -> frozenset[str]:
+    """Compressed units that a recomputed matmul-like operator reads, directly or through other recomputed values."""
+    rows = layer_class.nodes
+    index = {row.unit: row.index for row in rows if row.unit is not None}
+    order = sorted(recomputed)
+    found = set()
+    for unit, action in actions:
+        if not action.startswith("compress:"):
+            continue
+        reached = {index[unit]}
+        for i in order:
+            if reached.intersection(rows[i].inputs):
+                reached.add(i)
+        if any(rows[i].matmul for i in reached if i != index[unit]):
+            found.add(unit)
+    return frozenset(found)
+
+
 # ------------------------------------------------------------------------------------------------------------- planner
 
 
@@ -204,7 +227,8 @@ class _Planner:
             self.units[unit.layer][unit.unit, unit.codec] = unit
         self.candidates: dict[Actions, None] = {}
         self._timelines: dict[tuple[str, Actions, tuple[int, ...]], LayerTimeline | None] = {}
-        self._programs: dict[tuple[int, float, tuple[str, ...]], LayerProgram] = {}
+        self._programs: dict[tuple[int, float, tuple[str, ...], bool], LayerProgram] = {}
+        self._replayed: dict[tuple[str, Actions], frozenset[str]] = {}
 
     def solve(self, *, cap_bytes: int, risk: float, max_patterns: int) -> Solution:
         """Steps 1 to 4 of the module's head. Raises InfeasibleError."""
@@ -214,21 +238,22 @@ class _Planner:
         self.add_priced_candidates(step, bound, budget)
         found = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=max_patterns)
         bound_ns = bound.objective_ns if bound is not None else 0.0
-        lowered, resolves, reproducible = step, 0, True
-        while bound is not None and resolves < RESOLVES and not self.is_close(found, bound_ns):
-            layers = solve_layers(lowered)
-            if layers is None:
-                break
+        careful = self.step_model(cap_bytes=cap_bytes, budget=budget, replayed=True)
+        pending, resolves, reproducible = [careful, step] if self.codecs else [step], 0, True
+        while pending and bound is not None and resolves < RESOLVES and not self.is_close(found, bound_ns):
+            current = pending.pop(0)
+            layers = solve_layers(current)
             resolves += 1
+            if layers is None:
+                continue
             reproducible = reproducible and layers.reproducible
             timelines, new = self.add_choices(layers.choices, budget)
             if new:
                 better = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=max_patterns)
                 found = better if found is None or (better is not None and better.cost_ns < found.cost_ns) else found
             excess = combine_layers(self.profile, timelines).peak_bytes - cap_bytes
-            if excess <= 0:
-                break
-            lowered = replace(lowered, cap_bytes=lowered.cap_bytes - excess)
+            if excess > 0:
+                pending.append(replace(current, cap_bytes=current.cap_bytes - excess))
         if found is None:
             raise self.infeasible(cap_bytes=cap_bytes, risk=risk, budget=budget, max_patterns=max_patterns)
         found = self.with_fewer_patterns(found, cap_bytes=cap_bytes, budget=budget, bound_ns=bound_ns)
@@ -249,10 +274,10 @@ class _Planner:
 
     # ------------------------------------------------------------------------------------------------------- programs
 
-    def program(self, layer: int, budget: float, codecs: tuple[str, ...]) -> LayerProgram:
-        key = (layer, budget, codecs)
+    def program(self, layer: int, budget: float, codecs: tuple[str, ...], *, replayed: bool = False) -> LayerProgram:
+        key = (layer, budget, codecs, replayed)
         if key not in self._programs:
-            self._programs[key] = build_layer_program(self.classes[layer], self.units[layer].values(), codecs=codecs, scale=self.scale, risk_budget=budget, negligible_ns=round(NEGLIGIBLE_OF_STEP * self.profile.times.store_us * 1000))
+            self._programs[key] = build_layer_program(self.classes[layer], self.units[layer].values(), codecs=codecs, scale=self.scale, risk_budget=budget, negligible_ns=round(NEGLIGIBLE_OF_STEP * self.profile.times.store_us * 1000), replayed=replayed)
         return self._programs[key]
 
     def fixed_bytes(self) -> int:
@@ -262,11 +287,11 @@ class _Planner:
         account = self.profile.account
         return max(account.static_bytes + account.shared_bytes + account.tail_bytes, account.static_bytes + account.update_bytes)
 
-    def step_model(self, *, cap_bytes: int, budget: float) -> StepModel:
+    def step_model(self, *, cap_bytes: int, budget: float, replayed: bool = False) -> StepModel:
         """The layers' program. What layers left to checkpoint store is counted at the head only, so that the bound stays one."""
         checkpointed = self.fallback.stored_bytes * (len(self.classes) - len(self.planned))
         return StepModel(
-            layers=tuple(self.program(i, budget, self.codecs).model for i in self.planned),
+            layers=tuple(self.program(i, budget, self.codecs, replayed=replayed).model for i in self.planned),
             fixed_bytes=self.fixed_bytes(),
             head_bytes=self.profile.account.head_bytes + checkpointed,
             cap_bytes=cap_bytes,
@@ -294,8 +319,10 @@ class _Planner:
                 blocks.append((self.program(layer, budget, ()), Prices(stored=base.stored * stored, phases=free, rho2=0.0), ()))
             if self.codecs:
                 for stored in (0.1, 0.4, 0.7, 1.0, 1.4, 2.0, 4.0, 100.0):
-                    for rho2 in (0.0, 0.3, 1.0, 3.0):
-                        blocks.append((self.program(layer, budget, self.codecs), Prices(stored=base.stored * stored, phases=free, rho2=base.rho2 * rho2), self.codecs))
+                    for rho2, replayed in itertools.product((0.0, 0.3, 1.0, 3.0), (False, True)):
+                        program = self.program(layer, budget, self.codecs, replayed=replayed)
+                        free = (0.0,) * len(program.model.phases)
+                        blocks.append((program, Prices(stored=base.stored * stored, phases=free, rho2=base.rho2 * rho2), self.codecs))
         unique = list({(id(program), prices): (program, prices, codecs) for program, prices, codecs in blocks}.values())
         gap_ns = max(1, self.gap_ns() // 20)
         for (program, _, codecs), choices in zip(unique, solve_priced([(p.model, prices) for p, prices, _ in unique], gap_ns=gap_ns), strict=True):
@@ -358,7 +385,17 @@ class _Planner:
     def codec_cost(self, layer: int, actions: Actions) -> tuple[float, float]:
         """Microseconds and rho2 of a pattern's compressed units on a layer."""
         units = [self.units[layer][unit, action.removeprefix("compress:")] for unit, action in actions if action.startswith("compress:")]
-        return sum(u.compress_us + u.decompress_us for u in units), sum(u.rho2 for u in units)
+        if not units:
+            return 0.0, 0.0
+        replayed = self.replayed_units(layer, actions)
+        return sum(u.compress_us + u.decompress_us for u in units), sum(u.replayed_rho2 if u.unit in replayed else u.rho2 for u in units)
+
+    def replayed_units(self, layer: int, actions: Actions) -> frozenset[str]:
+        """Compressed units from which the pattern recomputes a matmul-like result: their error spreads further."""
+        key = (self.classes[layer].name, actions)
+        if key not in self._replayed:
+            self._replayed[key] = replayed_units(self.classes[layer], self.timeline(layer, actions).recomputed, actions)
+        return self._replayed[key]
 
     def assign(self, *, cap_bytes: int | None, budget: float | None, max_patterns: int, minimise: str = "cost") -> Assignment | None:
         """The assignment over all candidates so far; retried with a lower cap when CBC's tolerance let a few bytes through."""

@@ -102,7 +102,7 @@ def make_profile(
                 share, risk = (0.28125, 1.0) if codec == "int8" else (0.15625, 300.0)
                 rho2 = _RHO2.get(row.unit, 1.1e-5) * factor * rng.lognormvariate(0.0, 0.3) * risk
                 cost_us = row.nbytes / 8000
-                units.append(UnitRow(layer=layer, unit=row.unit, codec=codec, nbytes=row.nbytes, payload_bytes=round(row.nbytes * share), compress_us=cost_us, decompress_us=cost_us / 2, rel_error=0.005, exposure_error=0.005, rho2=rho2))
+                units.append(UnitRow(layer=layer, unit=row.unit, codec=codec, nbytes=row.nbytes, payload_bytes=round(row.nbytes * share), compress_us=cost_us, decompress_us=cost_us / 2, rel_error=0.005, exposure_error=0.005, rho2=rho2, replayed_rho2=rho2 * (3.0 if row.unit == "input" else 1.2)))
     replay_us = simulate_layer(layer_class, Pattern(), payload_bytes=lambda unit, codec: 0).recompute_us * layers
     store_us = store_us if store_us is not None else 3.5 * replay_us  # replay is 20-30 % of a step
     timeline = simulate_layer(layer_class, Pattern(), payload_bytes=lambda unit, codec: 0)
@@ -124,7 +124,7 @@ def make_profile(
         peaks=StepPeaks(none_bytes=none_bytes, gc_bytes=gc_bytes, store_bytes=none_bytes, recompute_bytes=gc_bytes),
         kappa=kappa,
         calibration=[CalibrationPair(label="invented", predicted_rho2=1e-4, measured_rel_error=1.05e-2)],
-        layers=[LayerRow(index=i, fqn=f"model.layers.{i}", layer_class=layer_class.name, grad_norm=1.0, input_grad_norm=1.0) for i in range(layers)],
+        layers=[LayerRow(index=i, fqn=f"model.layers.{i}", layer_class=layer_class.name, grad_norm=1.0, input_grad_norm=1.0, noise_transfer=1.0) for i in range(layers)],
         classes=[layer_class],
         units=units,
     )

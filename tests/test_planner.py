@@ -11,10 +11,10 @@ from profiles_for_tests import MIB, chain_class, make_profile
 
 from hilore_cli import ilp
 from hilore_cli.errors import InfeasibleError, ProfileError, UsageError
-from hilore_cli.planner import GAP_OF_STEP, solve_plan, time_scale
+from hilore_cli.planner import GAP_OF_STEP, replayed_units, solve_plan, time_scale
 from hilore_cli.schema import Pattern, Plan, Profile
 from hilore_cli.sizes import parse_cap
-from hilore_cli.timeline import simulate_step
+from hilore_cli.timeline import simulate_layer, simulate_step
 
 
 def plan_of(profile: Profile, *, cap: str = "1.1x-gc", risk: float = 0.015, codecs: tuple[str, ...] = ("int8",), **rest: int) -> Plan:
@@ -32,7 +32,8 @@ def check_plan(profile: Profile, plan: Plan) -> None:
     assert step.binding_moment == plan.predicted.binding_moment
     units = {(u.layer, u.unit, u.codec): u for u in profile.units}
     used = [units[i, unit, action.removeprefix("compress:")] for i, p in enumerate(patterns_in(plan)) for unit, action in p.actions.items() if action.startswith("compress:")]
-    assert plan.predicted.rel_error == pytest.approx((profile.kappa * sum(u.rho2 for u in used)) ** 0.5)
+    least, most = ((profile.kappa * sum(getattr(u, field) for u in used)) ** 0.5 for field in ("rho2", "replayed_rho2"))
+    assert least * (1 - 1e-9) <= plan.predicted.rel_error <= most * (1 + 1e-9)
     assert plan.predicted.rel_error <= plan.budgets.risk * (1 + 1e-6)
     codec_us = sum(u.compress_us + u.decompress_us for u in used)
     assert plan.predicted.step_us == pytest.approx(profile.times.store_us + time_scale(profile) * step.recompute_us + codec_us)
@@ -57,11 +58,27 @@ def enumerate_costs(profile: Profile, cap_bytes: int, risk: float):
     units = {(u.layer, u.unit, u.codec): u for u in profile.units}
     for pair in itertools.product(patterns, repeat=2):
         used = [units[i, u, "int8"] for i, p in enumerate(pair) for u, a in p.actions.items() if a == "compress:int8"]
-        if profile.kappa * sum(u.rho2 for u in used) > risk**2:
+        replayed = [chain_replays(p, u.unit) for p, u in ((pair[u.layer], u) for u in used)]
+        if profile.kappa * sum(u.replayed_rho2 if r else u.rho2 for u, r in zip(used, replayed, strict=True)) > risk**2:
             continue
         step = simulate_step(profile, pair)
         if step.peak_bytes <= cap_bytes:
             yield time_scale(profile) * step.recompute_us + sum(u.compress_us + u.decompress_us for u in used)
+
+
+def chain_replays(pattern: Pattern, unit: str) -> bool:
+    """In the chain x -> norm -> u-0 -> u_0 only u-0 is a matrix product: it runs again when nothing from the unit up to it is kept."""
+    between = {"input": ("norm", "u-0"), "norm": ("u-0",)}.get(unit)
+    return between is not None and not any(name in pattern.actions for name in between)
+
+
+def test_recomputing_a_product_from_a_compressed_unit_is_charged() -> None:
+    """The planner's rho2 is the replayed one exactly when a product is recomputed from the unit."""
+    layer_class = chain_class()
+    for actions in ({"norm": "compress:int8"}, {"norm": "compress:int8", "u-0": "store"}, {"input": "compress:int8"}, {"input": "compress:int8", "norm": "store"}, {"u-0": "compress:int8"}):
+        recomputed = simulate_layer(layer_class, Pattern(actions=actions), payload_bytes=lambda unit, codec: 1).recomputed
+        unit = next(name for name, action in actions.items() if action.startswith("compress"))
+        assert (unit in replayed_units(layer_class, recomputed, tuple(sorted(actions.items())))) == chain_replays(Pattern(actions=actions), unit)
 
 
 @pytest.mark.parametrize("risk", [0.0, 0.01])
