@@ -1,0 +1,537 @@
+"""The command line: profile -> plan -> apply -> bench, and rollout, show, demo.
+
+    hilore profile --model smollm2-135m --task math --codecs int8
+    hilore plan --mem-cap 1.1x-gc --risk 0.015
+    hilore apply
+    hilore bench
+
+stdout is for results (one JSON document with --json), stderr for notes, progress and errors. An error is one line and an exit code
+(errors.py). torch, transformers, pandas and the solver are imported inside the commands: `hilore --help` must answer at once.
+What it does NOT do: measure, plan or bind anything itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.text import Text
+
+import hilore_cli
+from hilore_cli import report
+from hilore_cli.errors import HiloreError, InfeasibleError, PlanMismatchError, ProfileError, UsageError
+from hilore_cli.malloc import steady_malloc
+from hilore_cli.report import Reporter
+from hilore_cli.sizes import parse_cap
+
+if TYPE_CHECKING:
+    from hilore_cli.batches import MicroBatch
+    from hilore_cli.schema import BenchReport, Plan
+
+PROFILES = Path("profiles")
+PLANS = Path("plans")
+SHIPPED_MODEL = "smollm2-135m"
+SHIPPED_TASK = "math"
+SHIPPED_BATCH = "smollm2-math.parquet"
+SHIPPED_HELDOUT = "smollm2-math-heldout.parquet"
+INTERRUPTED = 130
+
+CommandLineError: type[Exception] = typer.BadParameter.__base__
+"""Unknown options and the like. typer carries click inside since 0.2x, so there is no click to take UsageError from."""
+
+app = typer.Typer(
+    name="hilore",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Profile one GRPO step and compile a plan: which activations to store, compress or recompute under a memory cap and a gradient-error budget.",
+    epilog="First contact: hilore demo",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; tables go to stderr.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes and no progress.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: torch's own.", show_default=False)]
+BatchFile = Annotated[Path | None, typer.Option("--batch", help="Recorded micro-batch (Parquet, from hilore rollout).", show_default=False)]
+ModelName = Annotated[str | None, typer.Option("--model", help="Preset, folder or hub id. Default: the plan's.", show_default=False)]
+
+
+def main() -> NoReturn:
+    """Console entry: runs the command, turns what went wrong into one line and an exit code."""
+    # read once, when torch is loaded: kineto prints two lines at each memory trace, and torch's allocator one for a block
+    # that was there before the trace
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|torch")
+    try:
+        code = typer.main.get_command(app)(prog_name="hilore", standalone_mode=False)
+    except HiloreError as error:
+        report.print_error(str(error))
+        code = error.exit_code
+    except CommandLineError as error:
+        report.print_error(f"{error.format_message().rstrip('.')}; see: hilore --help")
+        code = UsageError.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except BrokenPipeError:  # `hilore show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        report.print_error(f"{where}{error.strerror or error}; check the path, its permissions and the free space")
+        code = HiloreError.exit_code
+    if code == INTERRUPTED:
+        report.print_error("interrupted; a profile goes on where it stopped when the same command is run again")
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+@app.callback(invoke_without_command=True)
+def top(context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"hilore {hilore_cli.__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+# -------------------------------------------------------------------------------------------------------------- commands
+
+
+@app.command("profile")
+def profile_command(
+    model: Annotated[str, typer.Option(help="Preset (smollm2-135m, llama-8b, ...), folder in Hugging Face format, or hub id.")],
+    task: Annotated[str, typer.Option(help="math, or the name of a reasoning-gym generator.")] = SHIPPED_TASK,
+    name: Annotated[str | None, typer.Option(help="Name of the folder in profiles/. Default: <model>-<task>.", show_default=False)] = None,
+    batch: BatchFile = None,
+    tokens: Annotated[int | None, typer.Option(min=64, help="Without --batch: about so many tokens (padding included) are sampled. Default: 1024.", show_default=False)] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    lora: Annotated[int | None, typer.Option(min=1, help="LoRA rank; without it everything is trained.", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling, of LoRA and of the measurements.")] = 0,
+    codecs: Annotated[str, typer.Option(help="Codecs to measure, comma-separated; empty: none.")] = "int8,int4",
+    head: Annotated[str, typer.Option(help="Loss head: chunked, full or one-pass.")] = "chunked",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed updates of each method.")] = 3,
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure one GRPO update: bytes, times and risk of every activation. Writes profiles/<name>/."""
+    reporter = Reporter(as_json=as_json, quiet=quiet)
+    steady_malloc()
+    name = file_name(name) if name is not None else file_safe(f"{model.rstrip('/').rsplit('/', 1)[-1]}-{task}")
+    chosen = split_codecs(codecs)
+    from hilore_cli.codecs import get_codec
+    from hilore_cli.grpo import GrpoConfig
+    from hilore_cli.models import load_model, resolve_model
+    from hilore_cli.profiler import ProfileRequest, profile_update
+
+    for codec in chosen:
+        get_codec(codec)
+    config = GrpoConfig(head=head)
+    set_threads(threads)
+    shipped = model == SHIPPED_MODEL and task == SHIPPED_TASK and batch is None and tokens is None
+    if batch is None and not shipped:
+        check_task(task)
+    resolve_model(model)
+    source = str(batch) if batch is not None else SHIPPED_BATCH
+    if batch is not None or shipped:
+        micro_batch = load_batch(source)
+        if shipped:
+            reporter.note(f"micro-batch: the {micro_batch.tokens} tokens that come with hilore for this model and task ({SHIPPED_BATCH})")
+    loaded = load_model(model, dtype=dtype, lora_rank=lora, seed=seed)
+    folder = PROFILES / name
+    if batch is None and not shipped:
+        micro_batch = sample_batch(loaded, model, task, tokens=tokens or 1024, seed=seed, reporter=reporter)
+        source = str(PROFILES / f"{name}.parquet")
+        from hilore_cli.batches import save_micro_batch
+
+        save_micro_batch(source, micro_batch)
+        reporter.note(f"micro-batch: {micro_batch.tokens} tokens of real rollouts, kept as {source}")
+    request = ProfileRequest(name=name, source=model, task=task, batch_source=source, codecs=chosen, config=config, seed=seed, repeats=repeats)
+    with reporter.progress() as progress:
+        profile = profile_update(loaded, micro_batch, request, folder=folder, progress=progress)
+    reporter.result(report.profile_view(profile), lambda: profile_document(folder))
+    reporter.note(f"written: {folder}/; next: hilore plan {folder} --mem-cap 1.1x-gc --risk 0.015")
+
+
+@app.command("plan")
+def plan_command(
+    profile: Annotated[Path | None, typer.Argument(help="Folder that hilore profile wrote. Default: the newest in profiles/.", show_default=False)] = None,
+    mem_cap: Annotated[str, typer.Option(help="Cap on the peak of a whole update: 1.1x-gc (times the checkpointing peak), 0.9x-none, or 40GiB.")] = "1.1x-gc",
+    risk: Annotated[float, typer.Option(help="Largest relative gradient error; 0 gives an exact plan.")] = 0.015,
+    codecs: Annotated[str | None, typer.Option(help="Codecs to use, comma-separated. Default: those of the profile.", show_default=False)] = None,
+    max_patterns: Annotated[int, typer.Option(min=1, help="Most distinct patterns; each is compiled once.")] = 8,
+    name: Annotated[str | None, typer.Option(help="Name of the plan. Default: the profile's.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: plans/<name>.plan.json.", show_default=False)] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Solve for the fastest step under a memory cap and a gradient-error budget. Writes plans/<name>.plan.json."""
+    reporter = Reporter(as_json=as_json, quiet=quiet)
+    cap = parse_cap(mem_cap)
+    if not (math.isfinite(risk) and risk >= 0):
+        raise UsageError(f"risk {risk}: must be a relative gradient error of 0 or more, such as 0.015")
+    if profile is None:
+        profile = newest(PROFILES, "*/profile.json", ProfileError, "make one with `hilore profile`").parent
+        reporter.note(f"profile: the newest, {profile}")
+    from hilore_cli.planner import solve_plan
+    from hilore_cli.schema import load_profile, save_json
+
+    measured = load_profile(profile)
+    chosen = list(measured.codecs) if codecs is None else split_codecs(codecs)
+    try:
+        plan = solve_plan(measured, cap=cap, risk=risk, codecs=chosen, name=file_name(name or measured.name), max_patterns=max_patterns)
+    except InfeasibleError as error:
+        if as_json:
+            print(json.dumps(infeasible_document(error), indent=1))
+        raise
+    path = output or PLANS / f"{plan.name}.plan.json"
+    save_json(plan, path)
+    gained = {"speedup_vs_gc": plan.predicted.speedup_vs_gc, "recovered": plan.predicted.recovered, "path": str(path)}
+    reporter.result(report.plan_view(plan), lambda: plan.model_dump(mode="json") | gained)
+    reporter.note(f"written: {path}; next: hilore apply {path}")
+
+
+@app.command("apply")
+def apply_command(
+    plan: Annotated[Path | None, typer.Argument(help="File that hilore plan wrote. Default: the newest in plans/.", show_default=False)] = None,
+    model: ModelName = None,
+    batch: BatchFile = None,
+    heldout: Annotated[Path | None, typer.Option(help="Micro-batch that was not profiled, to judge the gradient error on.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the frozen plan. Default: the plan's.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: plans/<name>.json.", show_default=False)] = None,
+    emit_anyway: Annotated[bool, typer.Option("--emit-anyway", help="Write the plan even if the dry run misses its cap or risk.")] = False,
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Bind a plan to a model: dry-run it, compare with the prediction, freeze it. Writes plans/<name>.json."""
+    reporter = Reporter(as_json=as_json, quiet=quiet)
+    steady_malloc()
+    if plan is None:
+        plan = newest(PLANS, "*.plan.json", PlanMismatchError, "make one with `hilore plan`")
+        reporter.note(f"plan: the newest, {plan}")
+    from hilore_cli.schema import load_plan_file, save_json
+
+    solved = load_plan_file(plan)
+    if name is not None:
+        solved = solved.model_copy(update={"name": file_name(name)})
+    source = str(batch) if batch is not None else solved.batch.source
+    if heldout is None and source == SHIPPED_BATCH:
+        heldout = Path(SHIPPED_HELDOUT)
+        reporter.note(f"gradient error: judged on {SHIPPED_HELDOUT}, which was not profiled")
+    micro_batch = load_batch(source)
+    unseen = load_batch(str(heldout)) if heldout is not None else None
+    from hilore_cli.bench import apply_plan
+
+    set_threads(threads)
+    loaded = load_planned_model(model or solved.model.source, solved)
+    with reporter.progress() as progress:
+        frozen = apply_plan(loaded, solved, micro_batch, heldout=unseen, emit_anyway=emit_anyway, progress=progress)
+    path = output or PLANS / f"{frozen.name}.json"
+    save_json(frozen, path)
+    reporter.result(report.frozen_view(frozen, path=str(path), patterns=False), lambda: frozen.model_dump(mode="json") | {"path": str(path)})
+    reporter.note(f"written: {path}; next: hilore bench {path}")
+
+
+@app.command("bench")
+def bench_command(
+    frozen_plan: Annotated[Path | None, typer.Argument(help="File that hilore apply wrote. Default: the newest in plans/.", show_default=False)] = None,
+    batch: BatchFile = None,
+    model: ModelName = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved timed updates of each method.")] = 5,
+    threads: Threads = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Keep the report as a JSON file, too.", show_default=False)] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """No checkpointing, checkpointing and the plan side by side: times, peaks, gradient error."""
+    reporter = Reporter(as_json=as_json, quiet=quiet)
+    steady_malloc()
+    if frozen_plan is None:
+        frozen_plan = newest(PLANS, "*.json", PlanMismatchError, "make one with `hilore apply`", without=".plan.json")
+        reporter.note(f"plan: the newest, {frozen_plan}")
+    from hilore_cli.schema import load_frozen_plan, save_json
+
+    frozen = load_frozen_plan(frozen_plan)
+    source = str(batch) if batch is not None else profiled_batch(frozen_plan, frozen.model.source)
+    micro_batch = load_batch(source)
+    from hilore_cli.bench import run_bench
+
+    set_threads(threads)
+    loaded = load_planned_model(model or frozen.model.source, frozen)
+    with reporter.progress() as progress:
+        measured = run_bench(loaded, frozen, micro_batch, source=source, task=str(micro_batch.meta.get("task", "")), repeats=repeats, progress=progress)
+    if output is not None:
+        save_json(measured, output)
+    reporter.result(report.bench_view(measured), lambda: measured.model_dump(mode="json"))
+
+
+@app.command("rollout")
+def rollout_command(
+    model: Annotated[str, typer.Option(help="Preset, folder or hub id.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.")],
+    task: Annotated[str, typer.Option(help="math, or the name of a reasoning-gym generator.")] = SHIPPED_TASK,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample.")] = 16,
+    group_size: Annotated[int, typer.Option(min=2, help="Completions per prompt.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 32,
+    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the task and of the sampling.")] = 0,
+    tokens: Annotated[int | None, typer.Option(min=64, help="At most about so many tokens (padding included) in the micro-batch.", show_default=False)] = None,
+    threads: Threads = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Sample completions of a task, score them, and record them as one micro-batch for hilore profile --batch."""
+    reporter = Reporter(as_json=as_json, quiet=quiet)
+    if not temperature > 0:
+        raise UsageError(f"temperature {temperature}: must be above 0")
+    check_task(task)
+    from hilore_cli.batches import save_micro_batch
+    from hilore_cli.models import load_model, load_tokenizer
+    from hilore_cli.rollout import generate_rollouts
+    from hilore_cli.tasks import load_task
+
+    set_threads(threads)
+    items = load_task(task, seed=seed, size=prompts)
+    loaded, tokenizer = load_model(model), load_tokenizer(model)
+    room = {} if tokens is None else row_room(tokens, group_size=group_size, max_new_tokens=max_new_tokens)
+    reporter.note(f"sampling {prompts} x {group_size} completions")
+    micro_batch = generate_rollouts(loaded, tokenizer, items, prompts=prompts, group_size=group_size, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, meta={"model": model}, **room)[0]
+    save_micro_batch(output, micro_batch)
+    reporter.result(report.micro_batch_view(micro_batch, output.name), lambda: batch_document(micro_batch))
+    reporter.note(f"written: {output}; next: hilore profile --model {model} --task {task} --batch {output}")
+
+
+@app.command("show")
+def show_command(
+    path: Annotated[Path, typer.Argument(help="A profile folder, a plan, a frozen plan, a micro-batch or a benchmark.")],
+    as_json: Json = False,
+) -> None:
+    """Print any of hilore's files."""
+    reporter = Reporter(as_json=as_json, quiet=as_json)
+    if not path.exists():
+        raise UsageError(f"{path}: no such file or folder; give a profile folder, a plan, a micro-batch or a benchmark")
+    if path.is_dir() or path.name == "profile.json":
+        from hilore_cli.schema import load_profile
+
+        folder = path if path.is_dir() else path.parent
+        profile = load_profile(folder)
+        reporter.result(report.profile_view(profile), lambda: profile_document(folder))
+    elif path.suffix == ".parquet":
+        micro_batch = load_batch(str(path))
+        reporter.result(report.micro_batch_view(micro_batch, path.name), lambda: batch_document(micro_batch))
+    else:
+        show_json(path, reporter)
+
+
+@app.command("demo")
+def demo_command(
+    folder: Annotated[Path, typer.Option(help="Folder to write profiles/ and plans/ into.")] = Path("."),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats: noisier figures.")] = False,
+) -> None:
+    """The whole job on SmolLM2-135M and recorded rollouts of a math task: profile, plan, apply, bench."""
+    from hilore_cli.models import resolve_model
+
+    resolve_model(SHIPPED_MODEL)
+    load_batch(SHIPPED_BATCH)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{SHIPPED_MODEL}-{SHIPPED_TASK}"
+    steps = [
+        ("Measure one GRPO update: time, bytes and risk of each activation in 30 layers.", f"profile --model {SHIPPED_MODEL} --task {SHIPPED_TASK} --codecs int8 --repeats {1 if quick else 3}"),
+        ("Solve: what to store, compress and recompute for the fastest step under 1.1 x the peak of gradient checkpointing (GC).", f"plan profiles/{name} --mem-cap 1.1x-gc --risk 0.015"),
+        ("Bind the plan to the model: run one update, compare peak and gradient error with the prediction, on rollouts that were not profiled.", f"apply plans/{name}.plan.json"),
+        ("Run no checkpointing, GC and the plan side by side.", f"bench plans/{name}.json --repeats {2 if quick else 5}"),
+    ]
+    started = time.monotonic()
+    for number, (what, command) in enumerate(steps, 1):
+        before = time.monotonic()
+        say(f"\n[{number}/{len(steps)}] {what}", style="bold")
+        say(f"$ hilore {command}", style="cyan")
+        # each step is the very command, in a process of its own: its figures are those that the user gets
+        finished = subprocess.run([sys.executable, "-m", "hilore_cli", *command.split()], cwd=folder, check=False)
+        if finished.returncode:
+            raise typer.Exit(finished.returncode)
+        say(f"({time.monotonic() - before:.0f} s)", style="dim")
+    say("")
+    report.print_view(report.trainer_lines(f"plans/{name}.json"))
+    say(f"\nThe whole demo took {time.monotonic() - started:.0f} s. Look closer with: hilore show plans/{name}.json")
+
+
+# ------------------------------------------------------------------------------------------------------------ micro-batches
+
+
+def load_batch(source: str) -> MicroBatch:
+    """A recorded micro-batch by path, or one that comes with hilore by its bare name."""
+    from hilore_cli.batches import load_micro_batch
+
+    return load_micro_batch(shipped_file(source) if source in (SHIPPED_BATCH, SHIPPED_HELDOUT) and not Path(source).exists() else source)
+
+
+def shipped_file(name: str) -> Path:
+    """profiles/<name> of the checkout, or hilore_cli/data/<name> of an installed wheel."""
+    package = Path(hilore_cli.__file__).parent
+    folders = (package.parent / "profiles", package / "data")
+    return next((folder / name for folder in folders if (folder / name).is_file()), folders[-1] / name)
+
+
+def profiled_batch(frozen_plan: Path, model_source: str) -> str:
+    """The micro-batch that the plan beside a frozen plan was made on. Raises UsageError."""
+    from hilore_cli.schema import load_plan_file
+
+    solved = frozen_plan.with_name(frozen_plan.name.removesuffix(".json") + ".plan.json")
+    if solved.is_file():
+        return load_plan_file(solved).batch.source
+    if model_source == SHIPPED_MODEL:
+        return SHIPPED_BATCH
+    raise UsageError(f"{frozen_plan}: its {solved.name} is not beside it, so the micro-batch is not known; give one with --batch")
+
+
+def check_task(task: str) -> None:
+    """Raise UsageError for an unknown task, before a model is loaded."""
+    from hilore_cli.tasks import load_task
+
+    load_task(task, seed=0, size=2)
+
+
+def sample_batch(loaded: Any, model: str, task: str, *, tokens: int, seed: int, reporter: Reporter) -> MicroBatch:
+    """One micro-batch of real rollouts of about `tokens` tokens. Raises ProfileError when no group has mixed rewards."""
+    from hilore_cli.models import load_tokenizer
+    from hilore_cli.rollout import generate_rollouts
+    from hilore_cli.tasks import load_task
+
+    group_size = 8
+    room = row_room(tokens, group_size=group_size)
+    prompts = 16 + 2 * room["rows_per_micro_batch"] // group_size
+    reporter.note(f"sampling {prompts} x {group_size} completions of task {task}")
+    items = load_task(task, seed=seed, size=prompts)
+    return generate_rollouts(loaded, load_tokenizer(model), items, prompts=prompts, group_size=group_size, seed=seed, meta={"model": model}, **room)[0]
+
+
+def row_room(tokens: int, *, group_size: int, max_new_tokens: int | None = None) -> dict[str, int]:
+    """Rows and widths that fill about `tokens` tokens: rows of up to 256 tokens, half of them for the completion."""
+    groups = max(1, tokens // (group_size * 256))
+    width = tokens // (groups * group_size)
+    new = max_new_tokens or max(width // 2, 1)
+    if width - new < 1:
+        raise UsageError(f"{tokens} tokens leave no room for a prompt in {group_size} rows with {new} new tokens; ask for more tokens")
+    return {"rows_per_micro_batch": groups * group_size, "max_prompt_tokens": width - new} | ({} if max_new_tokens else {"max_new_tokens": new})
+
+
+# ------------------------------------------------------------------------------------------------------------------ models
+
+
+def load_planned_model(source: str, planned: Any) -> Any:
+    """The model that a plan (solved or frozen) is for: its dtype, attention implementation and LoRA rank."""
+    from hilore_cli.models import load_model
+
+    identity = planned.model
+    return load_model(source, dtype=identity.dtype, attn_implementation=identity.attn_implementation, lora_rank=identity.lora_rank)
+
+
+def set_threads(count: int | None) -> None:
+    import torch
+
+    if count is not None:
+        torch.set_num_threads(count)
+
+
+# --------------------------------------------------------------------------------------------------------- names and files
+
+
+def split_codecs(text: str) -> list[str]:
+    """ "int8, int4" -> ["int8", "int4"]; without repetition."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def file_safe(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "profile"
+
+
+def file_name(name: str) -> str:
+    """The name, or UsageError when it cannot be that of a file."""
+    if file_safe(name) != name:
+        raise UsageError(f"name {name!r}: use letters, digits, dots, dashes and underscores, such as {file_safe(name)!r}")
+    return name
+
+
+def newest(folder: Path, pattern: str, error: type[HiloreError], remedy: str, *, without: str | None = None) -> Path:
+    """The file changed last, ties by name. Raises `error` when there is none."""
+    found = [path for path in folder.glob(pattern) if without is None or not path.name.endswith(without)]
+    if not found:
+        raise error(f"{folder}/: holds no {pattern}; {remedy}")
+    return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def show_json(path: Path, reporter: Reporter) -> None:
+    """A plan, frozen plan or benchmark by the `format` it names. Raises PlanMismatchError, UsageError."""
+    from hilore_cli.schema import load_frozen_plan, load_plan_file
+
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        kind = document.get("format") if isinstance(document, dict) else None
+    except ValueError as error:
+        raise UsageError(f"{path}: not a whole JSON document ({error}); it is cut short or not a file of hilore") from error
+    if kind == "hilore-plan":
+        plan = load_plan_file(path)
+        reporter.result(report.plan_view(plan), lambda: plan.model_dump(mode="json"))
+    elif kind == "hilore-frozen-plan":
+        frozen = load_frozen_plan(path)
+        reporter.result(report.frozen_view(frozen, path=str(path), patterns=True), lambda: frozen.model_dump(mode="json"))
+    elif kind == "hilore-bench":
+        measured = load_bench(path)
+        reporter.result(report.bench_view(measured), lambda: measured.model_dump(mode="json"))
+    else:
+        raise UsageError(f"{path}: format {kind!r} is none of hilore's; give a profile folder, a plan, a micro-batch or a benchmark")
+
+
+def load_bench(path: Path) -> BenchReport:
+    from pydantic import ValidationError
+
+    from hilore_cli.schema import BenchReport
+
+    try:
+        return BenchReport.model_validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise PlanMismatchError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; make it again with `hilore bench`") from error
+
+
+def profile_document(folder: Path) -> dict[str, Any]:
+    """profile.json as it is on disk; the tables that it names lie beside it."""
+    return json.loads((folder / "profile.json").read_text(encoding="utf-8")) | {"path": str(folder)}
+
+
+def batch_document(micro_batch: MicroBatch) -> dict[str, Any]:
+    return {
+        "format": "hilore-micro-batch",
+        "rows": micro_batch.rows,
+        "prompt_tokens": micro_batch.prompt_ids.shape[1],
+        "completion_tokens": micro_batch.completion_ids.shape[1],
+        "tokens": micro_batch.tokens,
+        "real_tokens": micro_batch.real_tokens,
+        "loss_tokens": micro_batch.loss_tokens,
+        "rewards": micro_batch.rewards.tolist(),
+        "advantages": micro_batch.advantages.tolist(),
+        "meta": micro_batch.meta,
+    }
+
+
+def infeasible_document(error: InfeasibleError) -> dict[str, Any]:
+    return {
+        "error": str(error),
+        "exit_code": error.exit_code,
+        "least_peak_bytes": error.least_peak_bytes,
+        "least_peak_at_risk_bytes": error.least_peak_at_risk_bytes,
+        "least_risk": error.least_risk,
+        "binding_moment": error.binding_moment,
+    }
+
+
+def say(text: str, style: str = "") -> None:
+    report.print_view(Text(text, style=style))

@@ -1,0 +1,279 @@
+"""Tables, notes and progress on the terminal; with cli.py the only file that knows rich.
+
+Every `*_view` is a pure function from a record to something rich can print. Records are imported for type checkers only:
+`hilore --help` loads this file, and must not wait for pydantic or torch.
+What it does NOT do: read or write files, or measure.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hilore_cli.sizes import format_bytes, format_gain, format_us
+
+if TYPE_CHECKING:
+    from hilore_cli.batches import MicroBatch
+    from hilore_cli.schema import BenchReport, FrozenPlan, Pattern, Plan, Profile
+
+MOST_UNITS_SHOWN = 16
+
+Progress = Callable[[str, int, int], None]
+"""Told of (what is being done, done, of how many)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reporter:
+    """Where one command writes. stdout is for the result: its table, or with `as_json` one JSON document."""
+
+    as_json: bool
+    quiet: bool
+
+    def note(self, text: str) -> None:
+        """One line on stderr, for people."""
+        if not self.quiet:
+            Console(stderr=True).print(Text(text, style="dim"), soft_wrap=True)
+
+    def result(self, view: RenderableType, document: Callable[[], Mapping[str, Any]]) -> None:
+        """The result; its table goes to stderr when stdout holds the JSON document."""
+        if not self.as_json:
+            Console().print(view)
+            return
+        if not self.quiet:
+            Console(stderr=True).print(view)
+        sys.stdout.write(json.dumps(document(), indent=1, allow_nan=False) + "\n")
+        sys.stdout.flush()
+
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """A progress bar while stderr is a terminal, else nothing."""
+        if self.quiet or not sys.stderr.isatty():
+            yield lambda what, done, total: None
+            return
+        # imported here: 40 ms that `hilore --help` need not wait for
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as Bars
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+            task = bars.add_task("starting", total=1)
+            yield lambda what, done, total: bars.update(task, description=what, completed=done, total=total)
+
+
+def print_view(view: RenderableType) -> None:
+    """Print on stdout, and do not leave it in a buffer: other processes write there too."""
+    Console().print(view)
+    sys.stdout.flush()
+
+
+def print_error(message: str) -> None:
+    """One red line on stderr."""
+    line = " ".join(message.split())
+    Console(stderr=True).print(Text(f"hilore: {line}", style="bold red"), soft_wrap=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------- views
+
+
+def profile_view(profile: Profile) -> RenderableType:
+    """Peaks and times of the four whole-step methods, units by risk, and the memory account."""
+    times, peaks = profile.times, profile.peaks
+    methods = _table("method", "step >", "vs GC >", "peak >", "vs GC >", title=f"whole updates, median of {times.repeats}, {_threads(times.threads)}")
+    labels = {"none": "no checkpointing", "gc": "checkpointing (GC)", "store": "hilore, all stored", "recompute": "hilore, all recomputed"}
+    for key, label in labels.items():
+        step_us, peak_bytes = getattr(times, f"{key}_us"), getattr(peaks, f"{key}_bytes")
+        methods.add_row(label, format_us(step_us), format_gain(times.gc_us / step_us), format_bytes(peak_bytes), f"{peak_bytes / peaks.gc_bytes:.3f} x")
+    account = _table("memory account", "bytes >")
+    for key, value in profile.account.model_dump().items():
+        account.add_row(key.removesuffix("_bytes"), format_bytes(value))
+    batch = profile.batch
+    head = _lines(
+        f"profile {profile.name}: {profile.model.source}, {profile.model.layers} layers, {profile.model.dtype}, head {profile.head}",
+        f"micro-batch {batch.source}: task {batch.task}, {batch.rows} rows x {batch.length} tokens = {batch.tokens}, {batch.loss_tokens} loss tokens, group size {batch.group_size}",
+    )
+    kappa = _lines(f"kappa {profile.kappa:.3g} (predicted error^2 = kappa x sum of rho^2), from {len(profile.calibration)} measured plans")
+    return _stack(head, methods, units_view(profile), account, kappa, *_fallback_lines(profile))
+
+
+def units_view(profile: Profile) -> RenderableType:
+    """One row per unit and codec, over all layers together, riskiest first."""
+    sums: dict[tuple[str, str], list[float]] = {}
+    for row in profile.units:
+        entry = sums.setdefault((row.unit, row.codec), [0.0, 0, 0, 0.0])
+        for position, value in enumerate((row.rho2, row.nbytes, row.payload_bytes, row.compress_us + row.decompress_us)):
+            entry[position] += value
+    table = _table("unit, in all layers", "codec", "grad error >", "bytes >", "kept >", "codec time >", title="units by risk")
+    ordered = sorted(sums.items(), key=lambda item: (-item[1][0], item[0]))
+    for (unit, codec), (rho2, nbytes, payload, us) in ordered[:MOST_UNITS_SHOWN]:
+        table.add_row(unit, codec, f"{rho2**0.5:.2e}", format_bytes(nbytes), format_bytes(payload), format_us(us))
+    rest = len(ordered) - MOST_UNITS_SHOWN
+    return Group(table, *([_lines(f"and {rest} calmer ones")] if rest > 0 else []))
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """What the plan gains and pays against checkpointing, its patterns, alternatives, and how good it is known to be."""
+    predicted, budgets = plan.predicted, plan.budgets
+    head = _lines(
+        f"plan {plan.name} for {plan.model.source}, from profile {plan.profile}",
+        f"cap {budgets.mem_cap} = {format_bytes(budgets.cap_bytes)}, risk {budgets.risk:g}, codecs {', '.join(budgets.codecs) or 'none'}",
+    )
+    table = _table("predicted", "GC >", "plan >", "no checkpointing >")
+    table.add_row("step", format_us(predicted.gc_us), f"{format_us(predicted.step_us)} ({format_gain(predicted.speedup_vs_gc)})", f"{format_us(predicted.none_us)} ({format_gain(predicted.gc_us / predicted.none_us)})")
+    table.add_row("recovered", "0 %", _percent(predicted.recovered), "100 %")
+    table.add_row("peak", format_bytes(predicted.gc_peak_bytes), f"{format_bytes(predicted.peak_bytes)} ({predicted.peak_bytes / predicted.gc_peak_bytes:.3f} x)", f"{format_bytes(predicted.none_peak_bytes)} ({predicted.none_peak_bytes / predicted.gc_peak_bytes:.3f} x)")
+    table.add_row("gradient error", "0", f"{predicted.rel_error:.2e} (budget {budgets.risk:g})", "0")
+    costs = _lines(
+        f"pays {format_us(predicted.recompute_us)} of recomputation and {format_us(predicted.codec_us)} of codecs; keeps {format_bytes(predicted.stored_bytes)}, of which {format_bytes(predicted.compressed_bytes)} compressed",
+        f"the cap binds at: {predicted.binding_moment}",
+    )
+    solver = plan.solver
+    quality = _lines(f"{solver.solver}: {solver.status}; {format_us(solver.objective_us)} against a lower bound of {format_us(solver.bound_us)}, a gap of {100 * solver.gap_of_step:.2f} % of the step; {solver.candidates} candidate patterns")
+    return _stack(head, table, costs, patterns_view(plan.patterns, plan.layers), *_alternatives(plan), quality)
+
+
+def patterns_view(patterns: Mapping[str, Pattern], layers: Sequence[str]) -> RenderableType:
+    """Which layers follow which pattern, and each pattern in words."""
+    table = _table("pattern", "layers", "what backward gets")
+    for name, pattern in patterns.items():
+        members = [index for index, used in enumerate(layers) if used == name]
+        if members:
+            table.add_row(name, f"{ranges(members)} ({len(members)})", pattern_words(pattern))
+    return table
+
+
+def pattern_words(pattern: Pattern) -> str:
+    """`int8: mlp (gate_proj.mm, up_proj.mm); store: self_attn (sdpa.lse); recompute: the rest`."""
+    units: dict[str, list[str]] = {}
+    for unit, action in pattern.actions.items():
+        units.setdefault(action.removeprefix("compress:"), []).append(unit)
+    parts = [f"{action}: {_by_module(names)}" for action, names in sorted(units.items())]
+    return "; ".join([*parts, f"{pattern.default}: {'the rest' if parts else 'everything'}"])
+
+
+def _by_module(units: Sequence[str]) -> str:
+    """["add", "mlp.a", "mlp.b.c"] -> 'add, mlp (a, b.c)'."""
+    members: dict[str, list[str]] = {}
+    for unit in sorted(units):
+        module, _, rest = unit.partition(".")
+        members.setdefault(module, []).extend([rest] if rest else [])
+    return ", ".join(f"{module} ({', '.join(rests)})" if rests else module for module, rests in members.items())
+
+
+def ranges(indices: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2, 5'."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index - 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def frozen_view(frozen: FrozenPlan, *, path: str, patterns: bool) -> RenderableType:
+    """Predicted against measured, what the plan is bound to, its patterns if asked for, and how a trainer loads it."""
+    predicted, measured, budgets = frozen.predicted, frozen.measured, frozen.budgets
+    head = _lines(
+        f"frozen plan {frozen.name}, digest {frozen.digest}: {frozen.model.architecture}, {frozen.model.layers} layers, {frozen.model.dtype}, {frozen.model.attn_implementation}",
+        f"micro-batches of up to {', '.join(str(v.max_tokens) for v in frozen.variants)} tokens; above, every layer is recomputed",
+    )
+    table = _table("dry run", "predicted >", "measured >", "allowed >")
+    table.add_row("peak", format_bytes(predicted.peak_bytes), format_bytes(measured.peak_bytes) if measured else "-", f"{format_bytes(budgets.cap_bytes)} ({budgets.mem_cap})")
+    table.add_row("GC's peak", format_bytes(predicted.gc_peak_bytes), format_bytes(measured.gc_peak_bytes) if measured else "-", "")
+    table.add_row("gradient error", f"{predicted.rel_error:.2e}", f"{measured.rel_error:.2e}" if measured else "-", f"{budgets.risk:g}")
+    table.add_row("step", f"{format_us(predicted.step_us)} ({format_gain(predicted.speedup_vs_gc)} vs GC)", "hilore bench", "")
+    tables = [patterns_view(frozen.patterns, frozen.variants[-1].layers)] if patterns and frozen.variants else []
+    return _stack(head, table, *tables, trainer_lines(path))
+
+
+def trainer_lines(path: str) -> RenderableType:
+    """The three lines that a trainer needs."""
+    return Group(
+        _lines("in the trainer:"),
+        Text(f'    from hilore_cli import attach, load_plan\n    with attach(model, load_plan("{path}")):\n        trainer.train()', style="bold"),
+    )
+
+
+def bench_view(report: BenchReport) -> RenderableType:
+    """The methods of a benchmark side by side, and predicted against measured."""
+    head = _lines(
+        f"plan {report.plan} on {report.machine.cpu}, {_threads(report.machine.threads)}, torch {report.machine.torch}, {report.date}",
+        f"micro-batch {report.batch.source}: {report.batch.tokens} tokens; {report.repeats} interleaved repeats, ratios paired",
+    )
+    table = _table("method", "step >", "CPU >", "vs GC >", "(interval) >", "peak >", "x GC >", "grad error >")
+    gc_peak = {row.name: row.peak_bytes for row in report.methods}["gc"]
+    for row in report.methods:
+        interval = f"{format_gain(row.speedup_low)}..{format_gain(row.speedup_high)}".replace(" %", "")
+        error = "0" if row.rel_error == 0 else f"{row.rel_error:.1e}"
+        table.add_row(row.name, format_us(row.wall_us), format_us(row.cpu_us), format_gain(row.speedup_vs_gc), interval, format_bytes(row.peak_bytes), f"{row.peak_bytes / gc_peak:.3f}", error)
+    outcome = _table("the plan", "step >", "vs GC >", "peak >", "grad error >")
+    for label, figures in (("predicted", report.predicted), ("measured", report.measured)):
+        outcome.add_row(label, format_us(figures.step_us), format_gain(figures.speedup_vs_gc), format_bytes(figures.peak_bytes), f"{figures.rel_error:.2e}")
+    summary = _lines(f"{format_gain(report.speedup_vs_gc)} against GC of {format_gain(report.ceiling_vs_gc)} possible, {_percent(report.recovered)} recovered, at {report.peak_vs_gc:.3f} x GC's peak; gradient error {report.rel_error:.2e}")
+    return _stack(head, table, outcome, summary)
+
+
+def micro_batch_view(micro_batch: MicroBatch, name: str) -> RenderableType:
+    """Sizes, rewards and origin of a recorded micro-batch."""
+    meta = micro_batch.meta
+    table = _table(f"micro-batch {name}", "")
+    rows = {
+        "rows x tokens": f"{micro_batch.rows} x {micro_batch.input_ids.shape[1]} = {micro_batch.tokens} ({micro_batch.real_tokens} without padding)",
+        "prompt, completion": f"{micro_batch.prompt_ids.shape[1]}, {micro_batch.completion_ids.shape[1]} tokens at most",
+        "loss tokens": f"{int(micro_batch.completion_mask.sum())} of {micro_batch.loss_tokens} of the update",
+        "groups": f"{len(micro_batch.group_ids.unique())}, mean reward {float(micro_batch.rewards.mean()):.2f}",
+        "rows without gradient": str(int((micro_batch.advantages == 0).sum())),
+        **{key: str(meta[key]) for key in ("model", "task", "task_options", "temperature", "seed", "date") if key in meta},
+    }
+    for label, value in rows.items():
+        table.add_row(label, value)
+    return table
+
+
+# --------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _stack(*parts: RenderableType) -> Group:
+    """One under the other, an empty line between."""
+    return Group(*(piece for part in parts for piece in (part, "")))
+
+
+def _table(*columns: str, title: str | None = None) -> Table:
+    """A plain table; a heading that ends in ` >` is right-aligned."""
+    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column.removesuffix(" >"), justify="right" if column.endswith(" >") else "left", overflow="fold", no_wrap=column.endswith(" >"))
+    return table
+
+
+def _lines(*lines: str) -> Text:
+    return Text("\n".join(lines))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread" + ("s" if count > 1 else "")
+
+
+def _fallback_lines(profile: Profile) -> list[Text]:
+    return [_lines(f"{row.fqn}: left to torch's checkpoint: {row.fallback}") for row in profile.layers if row.fallback]
+
+
+def _alternatives(plan: Plan) -> list[RenderableType]:
+    if not plan.alternatives:
+        return []
+    table = _table("instead", "step >", "vs GC >", "peak >", "grad error >")
+    for other in plan.alternatives:
+        table.add_row(other.label, format_us(other.step_us), format_gain(plan.predicted.gc_us / other.step_us), format_bytes(other.peak_bytes), f"{other.rel_error:.2e}")
+    return [table]
