@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -28,14 +28,14 @@ from torch import Tensor, fx, nn
 
 import hilore_cli
 from hilore_cli.batches import MicroBatch
-from hilore_cli.capture import JointGraph, describe_joint, graph_digest, model_identity
+from hilore_cli.capture import INPUT_UNIT, JointGraph, describe_joint, graph_digest, model_identity
 from hilore_cli.errors import CaptureError, ProfileError
 from hilore_cli.exposure import exposure
 from hilore_cli.grpo import GrpoConfig, actor_update, gradients, make_optimizer, relative_error
 from hilore_cli.models import decoder_layers, text_decoder
 from hilore_cli.peak import MemoryTrace, mark, measure_peak, static_bytes_of, trace_memory
-from hilore_cli.risk import LayerCall, LayerReplay, candidate_units, codec_times_us, measure_unit
-from hilore_cli.runtime import Handle, attach_patterns
+from hilore_cli.risk import GradientChange, LayerCall, LayerReplay, NoiseGain, candidate_units, codec_times_us, embedding_gain, measure_noise_gain, measure_unit, transfers
+from hilore_cli.runtime import RECOMPUTE_ALL, Handle, attach_patterns
 from hilore_cli.schema import (
     Account,
     BatchId,
@@ -90,7 +90,7 @@ def profile_update(model: nn.Module, micro_batch: MicroBatch, request: ProfileRe
     record = record_step(bench)
     layers, units, classes = measure_layers(bench, record, request, stages=stages, progress=progress)
     if (pairs := stages.load("calibration")) is None:
-        pairs = [pair.model_dump() for pair in calibrate(bench, record, units, progress=progress)]
+        pairs = [pair.model_dump() for pair in calibrate(bench, record, units, classes, layers, progress=progress)]
         stages.save("calibration", pairs)
 
     calibration = [CalibrationPair(**pair) for pair in pairs]
@@ -166,6 +166,12 @@ class Workbench:
             handle.detach()
             self._handles[name] = handle
         return self._handles[name]
+
+    def assigned(self, name: str, patterns: dict[str, Pattern], layers: Sequence[str]) -> AbstractContextManager[Any]:
+        """Like `method`, with the layers' patterns chosen anew each time: compiled patterns are kept."""
+        handle = self.method(name, patterns, layers)
+        handle.program.variants = [Variant(max_tokens=UNLIMITED_TOKENS, layers=list(layers))]
+        return handle
 
     def peak_bytes(self, method: str) -> int:
         static = sum(self.static().values())
@@ -301,8 +307,6 @@ class StepRecord:
     calls: dict[int, LayerCall]
     exact: dict[str, Tensor]
     gradient_norm: float
-    below_norm2: dict[int, float]
-    fallbacks: dict[int, str]
 
 
 def record_step(bench: Workbench) -> StepRecord:
@@ -341,7 +345,7 @@ def record_step(bench: Workbench) -> StepRecord:
     norm = sum(float(g.double().square().sum()) for g in exact.values()) ** 0.5
     if not norm > 0:
         raise ProfileError("the micro-batch has no gradient at all; use one whose groups have mixed rewards")
-    return StepRecord(joints=joints, calls=calls, exact=exact, gradient_norm=norm, below_norm2=_below_norms(bench, exact), fallbacks={})
+    return StepRecord(joints=joints, calls=calls, exact=exact, gradient_norm=norm)
 
 
 def _keep_tangent(tangents: dict[int, Tensor], index: int) -> Callable[..., None]:
@@ -351,19 +355,6 @@ def _keep_tangent(tangents: dict[int, Tensor], index: int) -> Callable[..., None
             hidden.register_hook(lambda grad: tangents.__setitem__(index, grad.detach()))
 
     return hook
-
-
-def _below_norms(bench: Workbench, exact: dict[str, Tensor]) -> dict[int, float]:
-    """Layer -> sum of squared gradient norms of the parameters below it: lower layers and the input embedding."""
-    prefixes = [fqn + "." for fqn, _ in bench.layers]
-    of_layer = [sum(float(g.double().square().sum()) for n, g in exact.items() if n.startswith(prefix)) for prefix in prefixes]
-    embedding = text_decoder(bench.model).get_input_embeddings().weight
-    below = sum(float(exact[n].double().square().sum()) for n, p in bench.model.named_parameters() if p is embedding and n in exact)
-    norms = {}
-    for index, norm2 in enumerate(of_layer):
-        norms[index] = below
-        below += norm2
-    return norms
 
 
 # ------------------------------------------------------------------------------------------------------------ units and risk
@@ -381,8 +372,8 @@ def measure_layers(bench: Workbench, record: StepRecord, request: ProfileRequest
             continue
         call = members[len(members) // 2]
         classes[name] = timed_class(record.joints[call.graph], call, name=name)
-    layers, units = [], []
     codec_times: dict[tuple[str, str, str], tuple[float, float]] = {}
+    measured = []
     for index, (fqn, _) in enumerate(bench.layers):
         progress("measuring layers", index, len(bench.layers))
         if index not in record.calls:
@@ -390,11 +381,23 @@ def measure_layers(bench: Workbench, record: StepRecord, request: ProfileRequest
         call = record.calls[index]
         layer_class = classes[names[digests[call.graph]]]
         if (stage := stages.load(f"layer-{index}")) is None:
-            stage = measure_layer(record, call, layer_class, fqn=fqn, codecs=request.codecs, weight=weight, times=codec_times)
+            stage = measure_layer(bench, record, call, layer_class, fqn=fqn, request=request, weight=weight, times=codec_times)
             stages.save(f"layer-{index}", stage)
-        layers.append(LayerRow(**stage["row"]))
-        units.extend(UnitRow(**row) for row in stage["units"])
-    return layers, units, list(classes.values())
+        measured.append(stage)
+    return (*combine_layers(measured, gradient_norm=record.gradient_norm), list(classes.values()))
+
+
+def combine_layers(measured: Sequence[dict[str, Any]], *, gradient_norm: float) -> tuple[list[LayerRow], list[UnitRow]]:
+    """Layers' own measurements -> rows with the risk to the whole gradient: now the gains of all layers below are known."""
+    gains = [NoiseGain(**stage["gain"]) for stage in measured]
+    transfer = transfers(gains, embedding=measured[0]["embedding_gain"])
+    layers, units = [], []
+    for stage, a_i in zip(measured, transfer, strict=True):
+        layers.append(LayerRow(**stage["row"], noise_transfer=a_i))
+        for unit in stage["units"]:
+            stored, replayed = (GradientChange(**unit[context]).squared(a_i) / gradient_norm**2 for context in ("stored", "replayed"))
+            units.append(UnitRow(**unit["row"], rho2=stored, replayed_rho2=max(stored, replayed)))
+    return layers, units
 
 
 def timed_class(joint: JointGraph, call: LayerCall, *, name: str) -> LayerClass:
@@ -406,30 +409,44 @@ def timed_class(joint: JointGraph, call: LayerCall, *, name: str) -> LayerClass:
     return described.model_copy(update={"nodes": nodes})
 
 
-def measure_layer(record: StepRecord, call: LayerCall, layer_class: LayerClass, *, fqn: str, codecs: Sequence[str], weight: Tensor, times: dict[tuple[str, str, str], tuple[float, float]]) -> dict[str, Any]:
-    """One layer's row and its units' rows, ready for the stage file."""
+def measure_layer(bench: Workbench, record: StepRecord, call: LayerCall, layer_class: LayerClass, *, fqn: str, request: ProfileRequest, weight: Tensor, times: dict[tuple[str, str, str], tuple[float, float]]) -> dict[str, Any]:
+    """One layer's own measurements, ready for the stage file; what needs the other layers is left to `combine_layers`."""
+    joint = record.joints[call.graph]
     with torch.no_grad():
-        replay = LayerReplay(record.joints[call.graph], layer_class, call)
+        replay = LayerReplay(joint, layer_class, call)
         units = []
         for unit in candidate_units(layer_class):
             value = replay.value(unit)
-            for codec in codecs:
-                error = measure_unit(replay, unit, codec, token_weight=weight, below_norm2=record.below_norm2[call.index], gradient_norm2=record.gradient_norm**2)
+            for codec in request.codecs:
+                error = measure_unit(replay, unit, codec, token_weight=weight)
                 key = (layer_class.name, unit, codec)
                 if key not in times:
                     times[key] = codec_times_us(value, codec, repeats=OPERATOR_REPEATS)
                 compress, restore = times[key]
-                row = UnitRow(layer=call.index, unit=unit, codec=codec, nbytes=value.untyped_storage().nbytes(), payload_bytes=error.payload_bytes, compress_us=compress, decompress_us=restore, rel_error=error.rel_error, exposure_error=error.exposure_error, rho2=error.rho2)
-                units.append(row.model_dump())
+                row = {
+                    "layer": call.index,
+                    "unit": unit,
+                    "codec": codec,
+                    "nbytes": value.untyped_storage().nbytes(),
+                    "payload_bytes": error.payload_bytes,
+                    "compress_us": compress,
+                    "decompress_us": restore,
+                    "rel_error": error.rel_error,
+                    "exposure_error": error.exposure_error,
+                }
+                units.append({"row": row, "stored": asdict(error.stored), "replayed": asdict(error.replayed)})
         gradient = replay.input_gradient()
-        row = LayerRow(
-            index=call.index,
-            fqn=fqn,
-            layer_class=layer_class.name,
-            grad_norm=sum(float(g.double().square().sum()) for g in replay.parameter_gradients()) ** 0.5,
-            input_grad_norm=0.0 if gradient is None else float(gradient.double().norm()),
-        )
-    return {"row": row.model_dump(), "units": units}
+        row = {
+            "index": call.index,
+            "fqn": fqn,
+            "layer_class": layer_class.name,
+            "grad_norm": sum(float(g.double().square().sum()) for g in replay.parameter_gradients()) ** 0.5,
+            "input_grad_norm": 0.0 if gradient is None else float(gradient.double().norm()),
+        }
+        gain = measure_noise_gain(joint, layer_class, call, seed=request.seed + call.index)
+        embedding = text_decoder(bench.model).get_input_embeddings().weight
+        bottom = embedding_gain(gradient, bench.micro_batch.input_ids, vocabulary=embedding.shape[0], seed=request.seed) if call.index == 0 and embedding.requires_grad else 0.0
+    return {"row": row, "units": units, "gain": asdict(gain), "embedding_gain": bottom}
 
 
 def token_weights(micro_batch: MicroBatch, config: GrpoConfig) -> Tensor:
@@ -444,38 +461,36 @@ def token_weights(micro_batch: MicroBatch, config: GrpoConfig) -> Tensor:
 # --------------------------------------------------------------------------------------------------------------- calibration
 
 
-def calibrate(bench: Workbench, record: StepRecord, units: Sequence[UnitRow], *, progress: Progress) -> list[CalibrationPair]:
-    """Two whole plans through the runtime: every measured unit of every second layer, and all layers without the riskiest units."""
-    codec = units[0].codec if units else None
-    if codec is None:
+def calibrate(bench: Workbench, record: StepRecord, units: Sequence[UnitRow], classes: Sequence[LayerClass], layers: Sequence[LayerRow], *, progress: Progress) -> list[CalibrationPair]:
+    """Whole plans through the runtime, two patterns on several sets of layers: predicted sum of rho^2 against the measured error.
+
+    `calm`: every measured unit but the riskiest (those over four times the median) under the first codec, the rest stored.
+    `input`: the layer's input under the codec and everything recomputed from it.
+    """
+    if not units:
         return []
+    codec = units[0].codec
     rows = [row for row in units if row.codec == codec]
     typical = median(row.rho2 for row in rows)
-    calm = {row.unit for row in rows} - {row.unit for row in rows if row.rho2 > 4 * typical}
-    choices = {
-        f"{codec} on every unit of every second layer": lambda row: row.layer % 2 == 0,
-        f"{codec} on the calmer units of every layer": lambda row: row.unit in calm,
-    }
+    risky = {row.unit for row in rows if row.rho2 > 4 * typical} | {INPUT_UNIT}
+    patterns = {}
+    for layer_class in classes:
+        measured = {row.unit for row in rows if layers[row.layer].layer_class == layer_class.name}
+        kept = {node.unit: "store" for node in layer_class.nodes if node.unit and node.unit != INPUT_UNIT and (node.unit in measured or not node.compressible) and node.side == "forward"}
+        calm = {unit: f"compress:{codec}" for unit in measured - risky}
+        patterns[f"calm-{layer_class.name}"] = Pattern(actions=kept | calm)
+        patterns[f"input-{layer_class.name}"] = Pattern(actions={INPUT_UNIT: f"compress:{codec}"})
+    half = len(layers) // 2
+    choices = [("calm", "every layer", lambda i: True), ("calm", "upper half", lambda i: i >= half), ("calm", "every second layer", lambda i: i % 2 == 0), ("input", "every second layer", lambda i: i % 2 == 1), ("input", "lower half", lambda i: i < half)]
     pairs = []
-    for position, (label, chosen) in enumerate(choices.items()):
+    for position, (kind, where, chosen) in enumerate(choices):
         progress("checking the risk against whole plans", position, len(choices))
-        picked = [row for row in rows if chosen(row)]
-        patterns, layers = _patterns_of(picked, codec, layers=len(bench.layers))
-        with bench.method(label, patterns, layers):
-            measured = relative_error(bench.gradients(), record.exact)
-        pairs.append(CalibrationPair(label=label, predicted_rho2=sum(row.rho2 for row in picked), measured_rel_error=measured))
+        names = [f"{kind}-{row.layer_class}" if chosen(row.index) else RECOMPUTE_ALL for row in layers]
+        predicted = sum((row.rho2 if kind == "calm" else row.replayed_rho2) for row in rows if chosen(row.layer) and f"compress:{codec}" == patterns[f"{kind}-{layers[row.layer].layer_class}"].actions.get(row.unit))
+        with bench.assigned("calibration", patterns, names):
+            error = relative_error(bench.gradients(), record.exact)
+        pairs.append(CalibrationPair(label=f"{codec} on the {kind} units, {where}", predicted_rho2=predicted, measured_rel_error=error))
     return pairs
-
-
-def _patterns_of(rows: Sequence[UnitRow], codec: str, *, layers: int) -> tuple[dict[str, Pattern], list[str]]:
-    patterns: dict[str, Pattern] = {}
-    names = []
-    for index in range(layers):
-        actions = {row.unit: f"compress:{codec}" for row in rows if row.layer == index}
-        name = hashlib.sha256(json.dumps(sorted(actions)).encode()).hexdigest()[:6]
-        patterns[name] = Pattern(default="store", actions=actions)
-        names.append(name)
-    return patterns, names
 
 
 # --------------------------------------------------------------------------------------------------------------- identities

@@ -22,6 +22,7 @@ from hilore_cli.errors import HiloreError, PlanMismatchError, ProfileError
 PROFILE_VERSION = 1
 PLAN_VERSION = 1
 FROZEN_VERSION = 1
+BENCH_VERSION = 1
 
 
 class Strict(BaseModel):
@@ -77,6 +78,7 @@ class LayerRow(Strict):
     fallback: str | None = Field(default=None, description="why the layer could not be captured whole; it is then left to torch's checkpoint")
     grad_norm: float = Field(ge=0, description="norm of the exact gradient of the layer's parameters")
     input_grad_norm: float = Field(ge=0, description="norm of the exact gradient of the layer's input")
+    noise_transfer: float = Field(ge=0, description="A_i of risk.py: squared gradient change below for a squared change of the layer's input gradient")
 
 
 class UnitRow(Strict):
@@ -91,7 +93,8 @@ class UnitRow(Strict):
     decompress_us: float = Field(ge=0)
     rel_error: float = Field(ge=0, description="round trip: ||t' - t|| / ||t||")
     exposure_error: float = Field(ge=0, description="the same with each token's square weighted by its exposure squared")
-    rho2: float = Field(ge=0, description="design section 6: squared relative error this unit alone brings into the whole gradient")
+    rho2: float = Field(ge=0, description="squared relative error this unit alone brings into the whole gradient (risk.py), matmul-like results behind it stored")
+    replayed_rho2: float = Field(ge=0, description="the same when they are recomputed from the restored unit; never below rho2")
 
 
 # -------------------------------------------------------------------------------------------------------------- profile
@@ -336,6 +339,54 @@ class FrozenPlan(Strict):
     digest: str = ""
 
     UNDIGESTED: ClassVar[set[str]] = {"digest"}
+
+
+# ---------------------------------------------------------------------------------------------------------------- bench
+
+
+class MethodRow(Strict):
+    """One method of a benchmark. Times are medians over the repeats; speed-ups are medians of ratios paired within a repeat."""
+
+    name: str
+    wall_us: float
+    cpu_us: float = Field(description="CPU time of all threads")
+    peak_bytes: int
+    rel_error: float = Field(description="relative gradient error against no checkpointing; 0 means bitwise equal")
+    speedup_vs_gc: float
+    speedup_low: float = Field(description="interval of the paired ratios: 95 % by order statistics from 6 repeats on, else the range")
+    speedup_high: float
+    cpu_speedup_vs_gc: float
+
+
+class Outcome(Strict):
+    """The same four figures, predicted by the plan or measured by the benchmark."""
+
+    peak_bytes: int
+    step_us: float
+    rel_error: float
+    speedup_vs_gc: float
+
+
+class BenchReport(Strict):
+    """none, checkpointing and the plan, interleaved in one process on one micro-batch."""
+
+    format: Literal["hilore-bench"] = "hilore-bench"
+    version: int = BENCH_VERSION
+    plan: str
+    plan_digest: str
+    date: str
+    machine: Machine
+    batch: BatchId
+    head: str
+    repeats: int
+    methods: list[MethodRow]
+    speedup_vs_gc: float
+    ceiling_vs_gc: float = Field(description="speed-up of no checkpointing over checkpointing")
+    recovered: float = Field(description="(T_gc - T_plan) / (T_gc - T_none), medians of pairs")
+    peak_vs_gc: float
+    rel_error: float
+    predicted: Outcome
+    measured: Outcome
 
 
 # ------------------------------------------------------------------------------------------------------- reading, writing

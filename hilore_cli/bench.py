@@ -1,0 +1,182 @@
+"""Methods side by side, and the dry run that binds a plan to a model.
+
+Everything is measured in one process on one micro-batch: peaks from allocator events, gradients against gradients, times
+interleaved and compared in pairs. What it does NOT do: choose methods to flatter a plan; checkpointing is Hugging Face's own,
+with torch's early stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from math import comb
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from hilore_cli.batches import MicroBatch
+from hilore_cli.capture import model_identity
+from hilore_cli.errors import PlanMismatchError
+from hilore_cli.grpo import GrpoConfig, relative_error
+from hilore_cli.models import decoder_layers
+from hilore_cli.profiler import Progress, Workbench, batch_identity, describe_machine
+from hilore_cli.runtime import check_identity
+from hilore_cli.schema import BenchReport, FrozenPlan, Measurement, MethodRow, Outcome, Plan, Variant, digest_of, freeze
+from hilore_cli.sizes import format_bytes
+
+
+def apply_plan(model: nn.Module, plan: Plan, micro_batch: MicroBatch, *, heldout: MicroBatch | None, emit_anyway: bool, progress: Progress) -> FrozenPlan:
+    """Bind a plan to a model: check the fingerprint, run one update under it, compare with the prediction, freeze.
+
+    The peak is measured on `micro_batch`; the gradient error on `heldout` when there is one. Raises PlanMismatchError with
+    the figures when the dry run misses the cap or the risk budget, unless `emit_anyway`.
+    """
+    check_identity(model_identity(model, source=plan.model.source), plan.model, name=plan.name)
+    fqns = [fqn for fqn, _ in decoder_layers(model)]
+    variant = Variant(max_tokens=plan.batch.tokens, layers=plan.layers)
+    judge = heldout or micro_batch
+    for batch in (micro_batch, judge):
+        batch.validate()
+        if batch.tokens > variant.max_tokens:
+            raise PlanMismatchError(f"plan {plan.name}: holds for up to {variant.max_tokens} tokens, the micro-batch has {batch.tokens}; profile with --tokens {batch.tokens}")
+    bench = Workbench(model, micro_batch, GrpoConfig(head=plan.head))
+    progress("dry run: gradients", 0, 3)
+    error = _plan_error(Workbench(model, judge, bench.config), plan)
+    progress("dry run: peak of checkpointing", 1, 3)
+    gc_peak = bench.peak_bytes("gc")
+    progress("dry run: peak of the plan", 2, 3)
+    bench.method("plan", plan.patterns, plan.layers)
+    peak = bench.peak_bytes("plan")
+    measured = Measurement(peak_bytes=peak, gc_peak_bytes=gc_peak, rel_error=error, batch_digest=batch_identity(judge, source="", task="").digest, date=_today())
+    if not emit_anyway:
+        _refuse_miss(plan, measured)
+    return freeze(
+        FrozenPlan(
+            name=plan.name,
+            plan_digest=digest_of(plan),
+            model=plan.model,
+            head=plan.head,
+            budgets=plan.budgets,
+            patterns=plan.patterns,
+            layer_fqns=fqns,
+            variants=[variant],
+            predicted=plan.predicted,
+            measured=measured,
+        )
+    )
+
+
+def run_bench(model: nn.Module, plan: FrozenPlan, micro_batch: MicroBatch, *, source: str, task: str, repeats: int, progress: Progress) -> BenchReport:
+    """none, gc and the plan: gradient errors, peaks, then `repeats` interleaved updates of each. Raises PlanMismatchError."""
+    check_identity(model_identity(model, source=plan.model.source), plan.model, name=plan.name)
+    micro_batch.validate()
+    bench = Workbench(model, micro_batch, GrpoConfig(head=plan.head))
+    bench.method("plan", plan.patterns, layers_for(plan, micro_batch.tokens), plan.fallback)
+    methods = ("none", "gc", "plan")
+    errors, peaks = {}, {}
+    exact: dict[str, Tensor] = {}
+    for position, name in enumerate(methods):
+        progress("comparing gradients", position, len(methods))
+        with bench.method(name):
+            gradient = bench.gradients()
+        exact = exact or gradient
+        errors[name] = gradient_error(gradient, exact)
+    del exact, gradient
+    for position, name in enumerate(methods):
+        progress("measuring peaks", position, len(methods))
+        peaks[name] = bench.peak_bytes(name)
+    samples = bench.time_updates(methods, repeats=repeats, progress=progress)
+    rows = {name: _method_row(name, samples, peak=peaks[name], error=errors[name]) for name in methods}
+    ours = rows["plan"]
+    wall = {name: [w for w, _ in samples[name]] for name in methods}
+    predicted = plan.predicted
+    return BenchReport(
+        plan=plan.name,
+        plan_digest=plan.digest,
+        date=_today(),
+        machine=describe_machine(bench.device),
+        batch=batch_identity(micro_batch, source=source, task=task),
+        head=plan.head,
+        repeats=repeats,
+        methods=[rows[name] for name in methods],
+        speedup_vs_gc=ours.speedup_vs_gc,
+        ceiling_vs_gc=rows["none"].speedup_vs_gc,
+        recovered=_recovered(wall),
+        peak_vs_gc=ours.peak_bytes / rows["gc"].peak_bytes,
+        rel_error=ours.rel_error,
+        predicted=Outcome(peak_bytes=predicted.peak_bytes, step_us=predicted.step_us, rel_error=predicted.rel_error, speedup_vs_gc=predicted.speedup_vs_gc),
+        measured=Outcome(peak_bytes=ours.peak_bytes, step_us=ours.wall_us, rel_error=ours.rel_error, speedup_vs_gc=ours.speedup_vs_gc),
+    )
+
+
+def layers_for(plan: FrozenPlan, tokens: int) -> list[str]:
+    """The patterns of the variant that a micro-batch of so many tokens runs under. Raises PlanMismatchError above the largest."""
+    for variant in sorted(plan.variants, key=lambda v: v.max_tokens):
+        if tokens <= variant.max_tokens:
+            return variant.layers
+    raise PlanMismatchError(f"plan {plan.name}: holds for up to {max(v.max_tokens for v in plan.variants)} tokens, the micro-batch has {tokens}; above it every layer is recomputed. Profile with --tokens {tokens}")
+
+
+def gradient_error(gradient: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Relative error over all parameters; exactly 0 only when every gradient is bitwise equal."""
+    if all(torch.equal(gradient[name], exact[name]) for name in exact):
+        return 0.0
+    return max(relative_error(gradient, exact), 1e-300)
+
+
+def paired_interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Interval of the median: order statistics with at least 95 % confidence from 6 samples on (sign test), else the range."""
+    ordered = sorted(ratios)
+    n, k = len(ordered), 0
+    while k + 1 < n / 2 and 1 - 2 * sum(comb(n, i) for i in range(k + 2)) / 2**n >= 0.95:
+        k += 1
+    return ordered[k], ordered[n - 1 - k]
+
+
+def _plan_error(bench: Workbench, plan: Plan) -> float:
+    with bench.method("gc"):
+        exact = bench.gradients()
+    with bench.method("plan", plan.patterns, plan.layers):
+        return gradient_error(bench.gradients(), exact)
+
+
+def _refuse_miss(plan: Plan, measured: Measurement) -> None:
+    budgets = plan.budgets
+    if measured.peak_bytes > budgets.cap_bytes:
+        raise PlanMismatchError(
+            f"plan {plan.name}: the dry run peaked at {format_bytes(measured.peak_bytes)}, over its cap of {format_bytes(budgets.cap_bytes)} "
+            f"(predicted {format_bytes(plan.predicted.peak_bytes)}); plan again with a lower --mem-cap, or emit it with --emit-anyway"
+        )
+    if measured.rel_error > budgets.risk:
+        raise PlanMismatchError(
+            f"plan {plan.name}: the dry run's gradient error is {measured.rel_error:.3g}, over its risk budget of {budgets.risk:.3g} "
+            f"(predicted {plan.predicted.rel_error:.3g}); plan again with a lower --risk, or emit it with --emit-anyway"
+        )
+
+
+def _method_row(name: str, samples: dict[str, list[tuple[float, float]]], *, peak: int, error: float) -> MethodRow:
+    ratios = [gc / own for (gc, _), (own, _) in zip(samples["gc"], samples[name], strict=True)]
+    cpu_ratios = [gc / own for (_, gc), (_, own) in zip(samples["gc"], samples[name], strict=True)]
+    low, high = paired_interval(ratios)
+    return MethodRow(
+        name=name,
+        wall_us=median(wall for wall, _ in samples[name]),
+        cpu_us=median(cpu for _, cpu in samples[name]),
+        peak_bytes=peak,
+        rel_error=error,
+        speedup_vs_gc=median(ratios),
+        speedup_low=low,
+        speedup_high=high,
+        cpu_speedup_vs_gc=median(cpu_ratios),
+    )
+
+
+def _recovered(wall: dict[str, list[float]]) -> float:
+    """Median over the repeats of (T_gc - T_plan) / (T_gc - T_none); 0 where checkpointing cost nothing."""
+    shares = [(gc - plan) / (gc - none) if gc > none else 0.0 for gc, plan, none in zip(wall["gc"], wall["plan"], wall["none"], strict=True)]
+    return median(shares)
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
