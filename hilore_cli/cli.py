@@ -35,7 +35,7 @@ from hilore_cli.sizes import parse_cap
 
 if TYPE_CHECKING:
     from hilore_cli.batches import MicroBatch
-    from hilore_cli.schema import BenchReport, Plan
+    from hilore_cli.schema import BenchReport
 
 PROFILES = Path("profiles")
 PLANS = Path("plans")

@@ -1,0 +1,162 @@
+"""The house of design section 8: who may import whom, who may know which library, and what loads at a cold start."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import hilore_cli
+
+PACKAGE = Path(hilore_cli.__file__).parent
+FLOORS = {
+    0: ["errors", "sizes", "schema", "malloc"],
+    1: ["exposure", "timeline", "ilp", "planner"],
+    2: ["codecs"],
+    3: ["capture", "partition", "runtime", "batches", "tasks", "models", "grpo"],
+    4: ["rollout", "profiler", "risk", "peak", "bench"],
+    5: ["integrations"],
+    6: ["report", "cli", "__main__"],
+}
+FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
+TRAINING = ["runtime", "partition", "capture", "codecs", "schema"]
+NOT_IN_TRAINING = {"pulp", "pandas", "typer", "rich"}
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def part_of(path: Path) -> str:
+    """`codecs` for hilore_cli/codecs/cpu.py, `cli` for hilore_cli/cli.py."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path, *, nested: bool = True) -> set[str]:
+    """Dotted names that a file imports when it runs; those for type checkers are left out."""
+    found: set[str] = set()
+
+    def walk(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            return
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not nested:
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports by their whole name only"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            walk(child)
+
+    walk(ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+def own_parts(path: Path, *, nested: bool = True) -> set[str]:
+    """Our own parts that a file imports; `hilore_cli.__version__` and the like are none."""
+    names = (name.split(".") for name in imports_of(path, nested=nested) if name.startswith("hilore_cli."))
+    return {parts[1] for parts in names if parts[1] in FLOOR_OF}
+
+
+def libraries(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports_of(path)}
+
+
+def reached_from(part: str) -> set[str]:
+    """A part and all parts of ours that it brings in."""
+    reached, waiting = set(), [part]
+    while waiting:
+        current = waiting.pop()
+        if current not in reached:
+            reached.add(current)
+            waiting.extend(p for path in FILES if part_of(path) == current for p in own_parts(path))
+    return reached
+
+
+def test_every_file_has_a_floor():
+    assert {part_of(path) for path in FILES} - set(FLOOR_OF) == set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down(path):
+    mine = FLOOR_OF[part_of(path)]
+    above = {part for part in own_parts(path) if FLOOR_OF[part] > mine}
+    assert not above, f"{path.name} is on floor {mine} and imports {above}"
+    assert "cli" not in own_parts(path) or part_of(path) == "__main__"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_libraries_stay_where_they_belong(path):
+    part, used = part_of(path), libraries(path)
+    if FLOOR_OF[part] <= 1:
+        assert not used & {"torch", "transformers", "functorch", "rich", "typer"}
+    if part not in ("report", "cli"):
+        assert not used & {"rich", "typer"}
+    if part != "ilp":
+        assert "pulp" not in used
+    if part != "partition":
+        partitioners = [name for name in imports_of(path) if name.startswith(("functorch", "torch._functorch"))]
+        assert not partitioners, "only partition.py imports torch's partitioner"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_our_imports_inside_functions_are_at_the_torch_edge(path):
+    """Allowed in cli.py alone, which must start without torch: elsewhere they would hide a circle."""
+    hidden = own_parts(path) - own_parts(path, nested=False)
+    assert not hidden or part_of(path) == "cli", f"{path.name} imports {hidden} inside a function"
+
+
+@pytest.mark.parametrize("part", TRAINING)
+def test_training_reaches_no_solver_table_or_terminal(part):
+    for path in FILES:
+        if part_of(path) in reached_from(part):
+            assert not libraries(path) & NOT_IN_TRAINING, f"{part} reaches {path.name}"
+
+
+def test_no_import_circles():
+    edges = {part: set() for part in FLOOR_OF}
+    for path in FILES:
+        edges[part_of(path)] |= own_parts(path) - {part_of(path)}
+    while edges:
+        free = [part for part, needs in edges.items() if not needs & set(edges)]
+        assert free, f"a circle among {sorted(edges)}"
+        for part in free:
+            del edges[part]
+
+
+# ----------------------------------------------------------------------------------------------------------- cold starts
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level packages in sys.modules after a fresh Python ran the code."""
+    script = f"{code}\nimport sys\nprint('LOADED', *sorted({{name.split('.')[0] for name in sys.modules}}))"
+    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    return set(finished.stdout.split("LOADED", 1)[1].split())
+
+
+def test_help_is_fast():
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        finished = subprocess.run([sys.executable, "-m", "hilore_cli", "--help"], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+        seconds.append(time.perf_counter() - started)
+    assert all(command in finished.stdout for command in ("profile", "plan", "apply", "bench", "rollout", "show", "demo"))
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["--version"], ["plan", "--mem-cap", "much"]], ids=" ".join)
+def test_help_and_early_errors_load_no_heavy_library(arguments):
+    code = f"import sys\nsys.argv = ['hilore', *{arguments!r}]\nfrom hilore_cli.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass"
+    assert not loaded_by(code) & {"torch", "transformers", "pandas", "pulp", "numpy", "pyarrow"}
+
+
+def test_planning_loads_no_torch():
+    assert not loaded_by("import hilore_cli.planner") & {"torch", "transformers", "typer", "rich", "pandas"}
+
+
+def test_training_loads_no_solver_table_or_terminal():
+    ours = loaded_by("import hilore_cli.runtime") & NOT_IN_TRAINING
+    theirs = loaded_by("import torch, torch._dynamo, functorch.compile, transformers.models.auto.modeling_auto, huggingface_hub")
+    assert ours <= theirs
