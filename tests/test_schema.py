@@ -197,7 +197,7 @@ def test_damaged_tables_are_refused_by_name(tmp_path, profile, damage):
 def test_an_edited_frozen_plan_is_refused(tmp_path, frozen, change):
     path = tmp_path / "p.json"
     save_json(frozen.model_copy(update=change), path)
-    with pytest.raises(PlanMismatchError, match="digest .* does not match.*hilore apply"):
+    with pytest.raises(PlanMismatchError, match=r"digest .* does not match.*hilore apply"):
         load_frozen_plan(path)
 
 
@@ -220,7 +220,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, call, old):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, call, full)
-    with pytest.raises(HiloreError, match="cannot be written.*No space left") as error:
+    with pytest.raises(HiloreError, match=r"cannot be written.*No space left") as error:
         write_atomic(path, b"new")
     assert str(path) in str(error.value)
     assert [p.name for p in tmp_path.iterdir()] == ([] if old is None else ["plan.json"])

@@ -19,7 +19,7 @@ def test_parse_bytes(text, nbytes):
 
 @pytest.mark.parametrize("text", ["", "40", "GiB", "-1GiB", "0GiB", "1,5GiB", "nanGiB", "infGiB", "1.2.3GB", "40GiBs"])
 def test_unreadable_bytes_name_the_text_and_an_example(text):
-    with pytest.raises(UsageError, match="is not understood.*40GiB") as error:
+    with pytest.raises(UsageError, match=r"is not understood.*40GiB") as error:
         parse_bytes(text)
     assert repr(text) in str(error.value)
 
