@@ -19,9 +19,9 @@ from functorch.compile import default_partition
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
-from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils.checkpoint import CheckpointPolicy
 
 import hilore_cli.codecs  # noqa: F401 - registers torch.ops.hilore
 from hilore_cli.capture import JointGraph, forward_nodes, must_store, storage_owners, unit_keys
@@ -48,6 +48,7 @@ def compile_layer(forward: Callable[..., Any], *, pattern: Pattern, on_split: Ca
 
     def compiler(side: str) -> Callable[..., Any]:
         def compile_graph(graph: fx.GraphModule, _example_inputs: Any) -> Callable[[list[Any]], Any]:
+            _declare_no_donated_buffers()
             boxed = box_graph(graph)
             return boxed if run is None else _as_boxed(run(graph, side))
 
@@ -71,6 +72,14 @@ def compiler_settings() -> Iterator[None]:
         torch.fx.experimental._config.patch(use_duck_shape=False),
     ):
         yield
+
+
+def _declare_no_donated_buffers() -> None:
+    """Let `retain_graph` work outside `compiler_settings` too: torch asks for donated_buffer again when backward runs, where
+    the caller's setting holds, and takes a list that was never made (because it was off while compiling) for a full one."""
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def box_graph(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:

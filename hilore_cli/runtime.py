@@ -182,7 +182,7 @@ class Program:
             raise _explain(error, plan=self.name, fqn=handle.fqn) from error
         self.calls[name] += 1
         if self.splits[name] == 0 and _requires_grad(output):
-            raise CaptureError(f"plan {self.name}: {handle.fqn} ran without its plan (torch ran the layer uncompiled); a TorchDispatchMode or a disabled torch.compile does this: end it, or detach the plan")
+            raise _ran_uncompiled(plan=self.name, fqn=handle.fqn)
         return output
 
     def _compiled_for(self, name: str, layer_type: type) -> Callable[..., Any]:
@@ -240,9 +240,15 @@ def _requires_grad(output: Any) -> bool:
 def _explain(error: Exception, *, plan: str, fqn: str) -> Exception:
     """Our own errors as they are; torch's capture failures as a CaptureError that names the layer; anything else unchanged."""
     inner = getattr(error, "inner_exception", None) or error
+    if "found no compiled frames" in str(error):  # torch 2.13 on: a plain RuntimeError with a page of skipped frames
+        return _ran_uncompiled(plan=plan, fqn=fqn)
     if isinstance(inner, HiloreError):
         return type(inner)(f"{fqn}: {inner}")
     if isinstance(error, (torch._dynamo.exc.TorchDynamoException,)):
         reason = f"{type(inner).__name__}: {(str(inner).strip().splitlines() or [''])[0]}"
         return CaptureError(f"plan {plan}: {fqn} cannot be captured whole: {reason}")
     return error
+
+
+def _ran_uncompiled(*, plan: str, fqn: str) -> CaptureError:
+    return CaptureError(f"plan {plan}: {fqn} ran without its plan (torch ran the layer uncompiled); a TorchDispatchMode or a disabled torch.compile does this: end it, or detach the plan")
