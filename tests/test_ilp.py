@@ -26,7 +26,7 @@ from hilore_cli.ilp import (
     solve_priced,
     stored_bytes,
 )
-from hilore_cli.planner import build_layer_program, prune_values
+from hilore_cli.program import build_layer_program, prune_values
 from hilore_cli.schema import UnitRow
 
 

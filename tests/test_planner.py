@@ -11,7 +11,8 @@ from profiles_for_tests import MIB, chain_class, make_profile
 
 from hilore_cli import ilp
 from hilore_cli.errors import InfeasibleError, ProfileError, UsageError
-from hilore_cli.planner import GAP_OF_STEP, replayed_units, solve_plan, time_scale
+from hilore_cli.planner import GAP_OF_STEP, solve_plan, time_scale
+from hilore_cli.program import replayed_units
 from hilore_cli.schema import Pattern, Plan, Profile
 from hilore_cli.sizes import parse_cap
 from hilore_cli.timeline import simulate_layer, simulate_step
