@@ -67,13 +67,15 @@ def apply_plan(model: nn.Module, plan: Plan, micro_batch: MicroBatch, *, heldout
     )
 
 
-def run_bench(model: nn.Module, plan: FrozenPlan, micro_batch: MicroBatch, *, source: str, task: str, repeats: int, progress: Progress) -> BenchReport:
-    """none, gc and the plan: gradient errors, peaks, then `repeats` interleaved updates of each. Raises PlanMismatchError."""
+def run_bench(model: nn.Module, plan: FrozenPlan, micro_batch: MicroBatch, *, source: str, task: str, repeats: int, progress: Progress, also: Sequence[str] = ()) -> BenchReport:
+    """none, gc, the plan and `also` ("store", "recompute": the runtime's two uniform plans): gradient errors, peaks, then `repeats`
+    interleaved updates of each. Raises PlanMismatchError.
+    """
     check_identity(model_identity(model, source=plan.model.source), plan.model, name=plan.name)
     micro_batch.validate()
     bench = Workbench(model, micro_batch, GrpoConfig(head=plan.head))
     bench.method("plan", plan.patterns, layers_for(plan, micro_batch.tokens), plan.fallback)
-    methods = ("none", "gc", "plan")
+    methods = ("none", "gc", *also, "plan")
     errors, peaks = {}, {}
     exact: dict[str, Tensor] = {}
     for position, name in enumerate(methods):
@@ -159,6 +161,7 @@ def _method_row(name: str, samples: dict[str, list[tuple[float, float]]], *, pea
     ratios = [gc / own for (gc, _), (own, _) in zip(samples["gc"], samples[name], strict=True)]
     cpu_ratios = [gc / own for (_, gc), (_, own) in zip(samples["gc"], samples[name], strict=True)]
     low, high = paired_interval(ratios)
+    cpu_low, cpu_high = paired_interval(cpu_ratios)
     return MethodRow(
         name=name,
         wall_us=median(wall for wall, _ in samples[name]),
@@ -169,6 +172,8 @@ def _method_row(name: str, samples: dict[str, list[tuple[float, float]]], *, pea
         speedup_low=low,
         speedup_high=high,
         cpu_speedup_vs_gc=median(cpu_ratios),
+        cpu_speedup_low=cpu_low,
+        cpu_speedup_high=cpu_high,
     )
 
 

@@ -355,7 +355,9 @@ class MethodRow(Strict):
     speedup_vs_gc: float
     speedup_low: float = Field(description="interval of the paired ratios: 95 % by order statistics from 6 repeats on, else the range")
     speedup_high: float
-    cpu_speedup_vs_gc: float
+    cpu_speedup_vs_gc: float = Field(description="the same from CPU time; the steadier figure at one thread")
+    cpu_speedup_low: float
+    cpu_speedup_high: float
 
 
 class Outcome(Strict):
@@ -368,7 +370,7 @@ class Outcome(Strict):
 
 
 class BenchReport(Strict):
-    """none, checkpointing and the plan, interleaved in one process on one micro-batch."""
+    """none, checkpointing, the plan and whatever else was asked for, interleaved in one process on one micro-batch."""
 
     format: Literal["hilore-bench"] = "hilore-bench"
     version: int = BENCH_VERSION
