@@ -290,7 +290,7 @@ def _downstream(joint: JointGraph, sources: set[str]) -> set[str]:
 def _batch_and_length(joint: JointGraph) -> tuple[Any, Any]:
     inputs = activation_inputs(joint)
     if not inputs:
-        raise CaptureError("the layer's graph has no input shaped like its output: this is not a decoder layer that hilore can plan")
+        raise CaptureError("the layer's graph has no input shaped like its first output: it writes into a buffer (torch returns that first), or is no decoder layer that hilore can plan")
     shape = inputs[0].meta["val"].shape
     return shape[0], shape[1]
 

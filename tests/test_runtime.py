@@ -13,7 +13,16 @@ from collections import Counter
 import pytest
 import torch
 from conftest import build_tiny
-from steps_for_tests import attach_each, attach_one, capture, differing, frozen_plan, make_ids, step_gradients, step_loss
+from steps_for_tests import (
+    attach_each,
+    attach_one,
+    capture,
+    differing,
+    frozen_plan,
+    make_ids,
+    step_gradients,
+    step_loss,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -373,13 +382,17 @@ def test_recomputed_work_is_counted(counted) -> None:
 
 
 def test_stored_bytes_are_those_of_the_timeline(counted) -> None:
-    """Live bytes at the end of forward, all layers together, each pattern against recompute-all."""
+    """Live bytes at the end of forward, all layers together, each pattern against recompute-all.
+
+    Torch keeps the generator's state (5 KB on a CPU) for attention that is recomputed, which the timeline leaves out.
+    """
+    generator_bytes = torch.get_rng_state().numel()
     patterns, figures, captured = counted
     layer_class = captured.layer_class
     predicted = {name: simulate_layer(layer_class, pattern, payload_bytes=captured.payload_bytes).stored_bytes for name, pattern in patterns.items()}
     for name, (_, held) in figures.items():
-        measured = held - figures["recompute"][1]
-        assert measured == pytest.approx(3 * (predicted[name] - predicted["recompute"]), abs=2048), name
+        measured = held - figures["recompute"][1] + (3 * generator_bytes if name == "store" else 0)
+        assert measured == pytest.approx(3 * (predicted[name] - predicted["recompute"]), abs=256), name
     assert figures["store"][1] > figures["int8"][1] > figures["input"][1]
 
 
