@@ -15,7 +15,7 @@ import hilore_cli
 PACKAGE = Path(hilore_cli.__file__).parent
 FLOORS = {
     0: ["errors", "sizes", "schema", "malloc"],
-    1: ["exposure", "timeline", "ilp", "planner"],
+    1: ["exposure", "timeline", "ilp", "program", "planner"],
     2: ["codecs"],
     3: ["capture", "partition", "runtime", "batches", "tasks", "models", "grpo"],
     4: ["rollout", "profiler", "risk", "peak", "bench"],

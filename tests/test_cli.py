@@ -90,7 +90,7 @@ def test_bench_and_show(chain, tmp_path):
     report = json.loads(hilore("bench", "plans/tiny.json", "--repeats", "2", "--json", "-o", str(tmp_path / "bench.json"), folder=folder).stdout)
     for key in ("speedup_vs_gc", "ceiling_vs_gc", "recovered", "peak_vs_gc", "rel_error", "predicted", "measured"):
         assert key in report
-    assert [row["name"] for row in report["methods"]] == ["none", "gc", "plan"]
+    assert {"none", "gc", "plan"} <= {row["name"] for row in report["methods"]}
     assert json.loads((tmp_path / "bench.json").read_text()) == report
 
 
