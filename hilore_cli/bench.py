@@ -41,13 +41,17 @@ def apply_plan(model: nn.Module, plan: Plan, micro_batch: MicroBatch, *, heldout
         if batch.tokens > variant.max_tokens:
             raise PlanMismatchError(f"plan {plan.name}: holds for up to {variant.max_tokens} tokens, the micro-batch has {batch.tokens}; profile with --tokens {batch.tokens}")
     bench = Workbench(model, micro_batch, GrpoConfig(head=plan.head))
-    progress("dry run: gradients", 0, 3)
-    error = _plan_error(Workbench(model, judge, bench.config), plan)
+    bench.method("plan", plan.patterns, plan.layers)
+    progress("dry run: peak of the plan", 0, 3)
+    peak = bench.peak_bytes("plan")
     progress("dry run: peak of checkpointing", 1, 3)
     gc_peak = bench.peak_bytes("gc")
-    progress("dry run: peak of the plan", 2, 3)
-    bench.method("plan", plan.patterns, plan.layers)
-    peak = bench.peak_bytes("plan")
+    progress("dry run: gradients", 2, 3)
+    bench.micro_batch = judge
+    with bench.method("gc"):
+        exact = bench.gradients()
+    with bench.method("plan"):
+        error = gradient_error(bench.gradients(), exact)
     measured = Measurement(peak_bytes=peak, gc_peak_bytes=gc_peak, rel_error=error, batch_digest=batch_identity(judge, source="", task="").digest, date=_today())
     if not emit_anyway:
         _refuse_miss(plan, measured)
@@ -85,7 +89,7 @@ def run_bench(model: nn.Module, plan: FrozenPlan, micro_batch: MicroBatch, *, so
         exact = exact or gradient
         errors[name] = gradient_error(gradient, exact)
     del exact, gradient
-    for position, name in enumerate(methods):
+    for position, name in enumerate(reversed(methods)):
         progress("measuring peaks", position, len(methods))
         peaks[name] = bench.peak_bytes(name)
     samples = bench.time_updates(methods, repeats=repeats, progress=progress)
@@ -134,13 +138,6 @@ def paired_interval(ratios: Sequence[float]) -> tuple[float, float]:
     while k + 1 < n / 2 and 1 - 2 * sum(comb(n, i) for i in range(k + 2)) / 2**n >= 0.95:
         k += 1
     return ordered[k], ordered[n - 1 - k]
-
-
-def _plan_error(bench: Workbench, plan: Plan) -> float:
-    with bench.method("gc"):
-        exact = bench.gradients()
-    with bench.method("plan", plan.patterns, plan.layers):
-        return gradient_error(bench.gradients(), exact)
 
 
 def _refuse_miss(plan: Plan, measured: Measurement) -> None:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -34,8 +34,19 @@ from hilore_cli.exposure import exposure
 from hilore_cli.grpo import GrpoConfig, actor_update, gradients, make_optimizer, relative_error
 from hilore_cli.models import decoder_layers, text_decoder
 from hilore_cli.peak import MemoryTrace, mark, measure_peak, static_bytes_of, trace_memory
-from hilore_cli.risk import GradientChange, LayerCall, LayerReplay, NoiseGain, candidate_units, codec_times_us, embedding_gain, measure_noise_gain, measure_unit, transfers
-from hilore_cli.runtime import RECOMPUTE_ALL, Handle, attach_patterns
+from hilore_cli.risk import (
+    GradientChange,
+    LayerCall,
+    LayerReplay,
+    NoiseGain,
+    candidate_units,
+    codec_times_us,
+    embedding_gain,
+    measure_noise_gain,
+    measure_unit,
+    transfers,
+)
+from hilore_cli.runtime import RECOMPUTE_ALL, Handle, Program, attach_patterns
 from hilore_cli.schema import (
     Account,
     BatchId,
@@ -137,7 +148,9 @@ class Workbench:
         self.optimizer = make_optimizer(model, self.config)
         self.layers = decoder_layers(model)
         self.device = next(model.parameters()).device
+        self.recorder = Recorder()
         self._handles: dict[str, Handle] = {}
+        self._warm: set[str] = set()
 
     def update(self) -> None:
         actor_update(self.model, self.optimizer, [self.micro_batch], self.config)
@@ -148,9 +161,15 @@ class Workbench:
     def static(self) -> dict[str, int]:
         """Bytes of weights, gradients and optimizer state; one update is run first when they do not exist yet."""
         if not self.optimizer.state:
-            with self.method("recompute"):
-                self.update()
+            self.warm_up("gc")
         return static_bytes_of(self.model, self.optimizer)
+
+    def warm_up(self, name: str) -> None:
+        """One update by a method, once: it compiles what the method runs and creates gradients and optimizer state."""
+        if name not in self._warm:
+            self._warm.add(name)
+            with self.method(name):
+                self.update()
 
     def method(self, name: str, patterns: dict[str, Pattern] | None = None, layers: Sequence[str] | None = None, fallback: Sequence[str] = ()) -> AbstractContextManager[Any]:
         """Context in which updates run by a method: none, gc, store, recompute, or patterns of one's own under a new name."""
@@ -162,7 +181,10 @@ class Workbench:
             if patterns is None:
                 patterns = {name: {"store": Pattern(default="store"), "recompute": Pattern()}[name]}
             variant = Variant(max_tokens=UNLIMITED_TOKENS, layers=list(layers or [name] * len(self.layers)))
-            handle = attach_patterns(self.model, patterns=patterns, variants=[variant], name=name, fallback=fallback)
+            watch = {"run": self.recorder.run, "on_split": self.recorder.joints.append} if name == "recompute" else {}
+            handle = attach_patterns(self.model, patterns=patterns, variants=[variant], name=name, fallback=fallback, **watch)
+            if watch:
+                self.recorder.program = handle.program
             handle.detach()
             self._handles[name] = handle
         return self._handles[name]
@@ -174,6 +196,8 @@ class Workbench:
         return handle
 
     def peak_bytes(self, method: str) -> int:
+        if method not in ("none", "gc"):
+            self.warm_up(method)
         static = sum(self.static().values())
         with self.method(method):
             return measure_peak(self.update, static_bytes=static, device=self.device)
@@ -208,15 +232,11 @@ def measure_steps(bench: Workbench, *, repeats: int, progress: Progress) -> dict
     """Peaks, account and times of none, gc, store-all and recompute-all."""
     methods = ("none", "gc", "store", "recompute")
     peaks = {}
-    for position, name in enumerate(methods):
+    for position, name in enumerate(("recompute", "store", "none")):
         progress("measuring peaks", position, len(methods))
-        with bench.method(name):
-            bench.gradients()  # compiles on the first call, so that the traced step is a plain one
-        if name != "gc" or bench.device.type == "cuda":
-            peaks[f"{name}_bytes"] = bench.peak_bytes(name)
-    static = bench.static()
-    account, gc_peak = measure_account(bench, static)
-    peaks.setdefault("gc_bytes", gc_peak)
+        peaks[f"{name}_bytes"] = bench.peak_bytes(name)
+    progress("measuring peaks", len(methods) - 1, len(methods))
+    account, peaks["gc_bytes"] = measure_account(bench, bench.static())
     samples = bench.time_updates(methods, repeats=repeats, progress=progress)
     times = {f"{name}_us": median(wall for wall, _ in samples[name]) for name in methods}
     return {"account": account, "peaks": peaks, "times": times | {"repeats": repeats, "threads": torch.get_num_threads()}}
@@ -299,6 +319,29 @@ def _timed(run: Callable[[], None], device: torch.device) -> tuple[float, float]
 # ------------------------------------------------------------------------------------------------------------ one recording
 
 
+class Recorder:
+    """Sees the joint graphs of the recompute-all plan when they are split and, while `active`, what each layer is handed."""
+
+    def __init__(self) -> None:
+        self.joints: list[JointGraph] = []
+        self.primals: dict[int, tuple[int, list[Any]]] = {}
+        self.active = False
+        self.program: Program | None = None
+
+    def run(self, graph: fx.GraphModule, side: str) -> Callable[[list[Any]], Any]:
+        """Runs a generated graph; the forward one tells what the layer was handed."""
+        which = len(self.joints) - 1
+        if side == "backward":
+            return graph.forward
+
+        def run_forward(arguments: list[Any]) -> Any:
+            if self.active:
+                self.primals[self.program.current_layer] = (which, list(arguments))
+            return graph.forward(arguments)
+
+        return run_forward
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One exact step, recorded: the joint graphs, what every layer was handed, and the exact gradient."""
@@ -311,41 +354,27 @@ class StepRecord:
 
 def record_step(bench: Workbench) -> StepRecord:
     """Run one step with every layer recomputed and keep what each layer was handed (inputs are kept by checkpointing anyway)."""
-    joints: list[JointGraph] = []
-    primals: dict[int, tuple[int, list[Any]]] = {}
-    tangents: dict[int, Tensor] = {}
-
-    def run(graph: fx.GraphModule, side: str) -> Callable[[list[Any]], Any]:
-        which = len(joints) - 1
-
-        def run_graph(arguments: list[Any]) -> Any:
-            if side == "forward":
-                primals[handle.program.current_layer] = (which, list(arguments))
-            return graph.forward(arguments)
-
-        return run_graph
-
-    layers = len(bench.layers)
-    variant = Variant(max_tokens=UNLIMITED_TOKENS, layers=["record"] * layers)
-    handle = attach_patterns(bench.model, patterns={"record": Pattern()}, variants=[variant], name="record", run=run, on_split=joints.append)
+    recorder, tangents = bench.recorder, {}
     hooks = [layer.register_forward_hook(_keep_tangent(tangents, index)) for index, (_, layer) in enumerate(bench.layers)]
+    recorder.active = True
     try:
-        exact = bench.gradients()
+        with bench.method("recompute"):
+            exact = bench.gradients()
     finally:
-        handle.detach()
+        recorder.active = False
         for hook in hooks:
             hook.remove()
-    if not joints:
+    if not recorder.joints:
         raise CaptureError("no decoder layer was captured: torch ran the model uncompiled; is torch.compile disabled (TORCHDYNAMO_DISABLE)?")
     calls = {
         index: LayerCall(index=index, graph=graph, primals=arguments, tangent=tangents[index])
-        for index, (graph, arguments) in primals.items()
+        for index, (graph, arguments) in recorder.primals.items()
         if index in tangents
     }
     norm = sum(float(g.double().square().sum()) for g in exact.values()) ** 0.5
     if not norm > 0:
         raise ProfileError("the micro-batch has no gradient at all; use one whose groups have mixed rewards")
-    return StepRecord(joints=joints, calls=calls, exact=exact, gradient_norm=norm)
+    return StepRecord(joints=recorder.joints, calls=calls, exact=exact, gradient_norm=norm)
 
 
 def _keep_tangent(tangents: dict[int, Tensor], index: int) -> Callable[..., None]:
@@ -462,7 +491,8 @@ def token_weights(micro_batch: MicroBatch, config: GrpoConfig) -> Tensor:
 
 
 def calibrate(bench: Workbench, record: StepRecord, units: Sequence[UnitRow], classes: Sequence[LayerClass], layers: Sequence[LayerRow], *, progress: Progress) -> list[CalibrationPair]:
-    """Whole plans through the runtime, two patterns on several sets of layers: predicted sum of rho^2 against the measured error.
+    """Whole plans through the runtime: predicted sum of rho^2 of the profiled micro-batch against the error measured on it and on
+    each half of it, whose gradients differ as those of two micro-batches do.
 
     `calm`: every measured unit but the riskiest (those over four times the median) under the first codec, the rest stored.
     `input`: the layer's input under the codec and everything recomputed from it.
@@ -480,17 +510,49 @@ def calibrate(bench: Workbench, record: StepRecord, units: Sequence[UnitRow], cl
         calm = {unit: f"compress:{codec}" for unit in measured - risky}
         patterns[f"calm-{layer_class.name}"] = Pattern(actions=kept | calm)
         patterns[f"input-{layer_class.name}"] = Pattern(actions={INPUT_UNIT: f"compress:{codec}"})
-    half = len(layers) // 2
-    choices = [("calm", "every layer", lambda i: True), ("calm", "upper half", lambda i: i >= half), ("calm", "every second layer", lambda i: i % 2 == 0), ("input", "every second layer", lambda i: i % 2 == 1), ("input", "lower half", lambda i: i < half)]
+    middle = len(layers) // 2
+    whole, (first, second) = bench.micro_batch, halves_of(bench.micro_batch)
+    choices = [
+        ("calm", "every layer", lambda i: True, "the micro-batch", whole),
+        ("calm", "every layer", lambda i: True, "its first half", first),
+        ("input", "every second layer", lambda i: i % 2 == 1, "its first half", first),
+        ("calm", "upper half", lambda i: i >= middle, "its second half", second),
+        ("input", "lower half", lambda i: i < middle, "its second half", second),
+    ]
+    exact, of = record.exact, whole
     pairs = []
-    for position, (kind, where, chosen) in enumerate(choices):
-        progress("checking the risk against whole plans", position, len(choices))
-        names = [f"{kind}-{row.layer_class}" if chosen(row.index) else RECOMPUTE_ALL for row in layers]
-        predicted = sum((row.rho2 if kind == "calm" else row.replayed_rho2) for row in rows if chosen(row.layer) and f"compress:{codec}" == patterns[f"{kind}-{layers[row.layer].layer_class}"].actions.get(row.unit))
-        with bench.assigned("calibration", patterns, names):
-            error = relative_error(bench.gradients(), record.exact)
-        pairs.append(CalibrationPair(label=f"{codec} on the {kind} units, {where}", predicted_rho2=predicted, measured_rel_error=error))
+    try:
+        for position, (kind, where, chosen, what, batch) in enumerate(choices):
+            progress("checking the risk against whole plans", position, len(choices))
+            bench.micro_batch = batch
+            if batch is not of:
+                with bench.method("recompute"):
+                    exact, of = bench.gradients(), batch
+            names = [f"{kind}-{row.layer_class}" if chosen(row.index) else RECOMPUTE_ALL for row in layers]
+            predicted = sum((row.rho2 if kind == "calm" else row.replayed_rho2) for row in rows if chosen(row.layer) and f"compress:{codec}" == patterns[f"{kind}-{layers[row.layer].layer_class}"].actions.get(row.unit))
+            with bench.assigned("calibration", patterns, names):
+                error = relative_error(bench.gradients(), exact)
+            pairs.append(CalibrationPair(label=f"{codec} on the {kind} units, {where}, on {what}", predicted_rho2=predicted, measured_rel_error=error))
+    finally:
+        bench.micro_batch = whole
     return pairs
+
+
+def halves_of(micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+    """The micro-batch as two, each with a gradient: by groups where both sides have advantages, else by every second row."""
+    _, group = torch.unique(micro_batch.group_ids, return_inverse=True)
+    sides = group % 2 == 0
+    if not all(bool((micro_batch.advantages[side] != 0).any()) for side in (sides, ~sides)):
+        rank = torch.argsort(torch.argsort(micro_batch.advantages.abs(), descending=True, stable=True))
+        sides = rank % 2 == 0
+    if not all(bool((micro_batch.advantages[side] != 0).any()) for side in (sides, ~sides)):
+        return micro_batch, micro_batch
+    return tuple(_rows_of(micro_batch, side) for side in (sides, ~sides))
+
+
+def _rows_of(micro_batch: MicroBatch, side: Tensor) -> MicroBatch:
+    taken = {f.name: getattr(micro_batch, f.name) for f in fields(micro_batch)}
+    return replace(micro_batch, **{name: value[side] for name, value in taken.items() if isinstance(value, Tensor)})
 
 
 # --------------------------------------------------------------------------------------------------------------- identities
