@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hilore_cli.batches import MicroBatch, load_micro_batch
 from hilore_cli.grpo import GrpoConfig, micro_batch_loss, relative_error
+from hilore_cli.malloc import steady_malloc
 from hilore_cli.models import load_model
 from hilore_cli.peak import trace_memory
 from hilore_cli.profiler import checkpointing
@@ -57,6 +58,7 @@ def real(real_model_dir):
     """The model and a detached handle; two threads, as the issue's machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
+    steady_malloc()  # else every step pays for its large blocks in page faults again: the first took 30 s for 2 s of work
     model = load_model(real_model_dir)
     handle = attach_patterns(model, patterns=PATTERNS, variants=[Variant(max_tokens=LIMIT, layers=["store"] * 30)], name="test")
     handle.detach()
