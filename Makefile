@@ -11,7 +11,7 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -c "from hilore_cli.models import resolve_model; resolve_model('smollm2-135m')"  # unpacks the weights, once
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

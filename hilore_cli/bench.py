@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from hilore_cli.batches import MicroBatch
 from hilore_cli.capture import model_identity
 from hilore_cli.errors import PlanMismatchError
-from hilore_cli.grpo import GrpoConfig, relative_error
+from hilore_cli.grpo import config_of, relative_error
 from hilore_cli.models import decoder_layers
 from hilore_cli.profiler import Progress, Workbench, batch_identity, describe_machine
 from hilore_cli.runtime import check_identity
 from hilore_cli.schema import BenchReport, FrozenPlan, Measurement, MethodRow, Outcome, Plan, Variant, digest_of, freeze
 from hilore_cli.sizes import format_bytes
+
+UNIFORM_METHODS = ("store", "recompute")
 
 
 def apply_plan(model: nn.Module, plan: Plan, micro_batch: MicroBatch, *, heldout: MicroBatch | None, emit_anyway: bool, progress: Progress) -> FrozenPlan:
@@ -40,7 +42,7 @@ def apply_plan(model: nn.Module, plan: Plan, micro_batch: MicroBatch, *, heldout
         batch.validate()
         if batch.tokens > variant.max_tokens:
             raise PlanMismatchError(f"plan {plan.name}: holds for up to {variant.max_tokens} tokens, the micro-batch has {batch.tokens}; profile with --tokens {batch.tokens}")
-    bench = Workbench(model, micro_batch, GrpoConfig(head=plan.head))
+    bench = Workbench(model, micro_batch, config_of(micro_batch, head=plan.head))
     bench.method("plan", plan.patterns, plan.layers)
     progress("dry run: peak of the plan", 0, 3)
     peak = bench.peak_bytes("plan")
@@ -77,7 +79,7 @@ def run_bench(model: nn.Module, plan: FrozenPlan, micro_batch: MicroBatch, *, so
     """
     check_identity(model_identity(model, source=plan.model.source), plan.model, name=plan.name)
     micro_batch.validate()
-    bench = Workbench(model, micro_batch, GrpoConfig(head=plan.head))
+    bench = Workbench(model, micro_batch, config_of(micro_batch, head=plan.head))
     bench.method("plan", plan.patterns, layers_for(plan, micro_batch.tokens), plan.fallback)
     methods = ("none", "gc", *also, "plan")
     errors, peaks = {}, {}

@@ -35,7 +35,6 @@ from hilore_cli.sizes import parse_cap
 
 if TYPE_CHECKING:
     from hilore_cli.batches import MicroBatch
-    from hilore_cli.schema import BenchReport
 
 PROFILES = Path("profiles")
 PLANS = Path("plans")
@@ -69,6 +68,7 @@ def main() -> NoReturn:
     # that was there before the trace
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while another process has their core cost a step tenfold
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|torch")
     try:
         code = typer.main.get_command(app)(prog_name="hilore", standalone_mode=False)
@@ -124,15 +124,15 @@ def profile_command(
     reporter = Reporter(as_json=as_json, quiet=quiet)
     steady_malloc()
     name = file_name(name) if name is not None else file_safe(f"{model.rstrip('/').rsplit('/', 1)[-1]}-{task}")
-    chosen = split_codecs(codecs)
+    chosen = split_names(codecs)
     from hilore_cli.codecs import get_codec
-    from hilore_cli.grpo import GrpoConfig
+    from hilore_cli.grpo import GrpoConfig, config_of
     from hilore_cli.models import load_model, resolve_model
     from hilore_cli.profiler import ProfileRequest, profile_update
 
     for codec in chosen:
         get_codec(codec)
-    config = GrpoConfig(head=head)
+    GrpoConfig(head=head)  # an unknown head is told before a model is loaded
     set_threads(threads)
     shipped = model == SHIPPED_MODEL and task == SHIPPED_TASK and batch is None and tokens is None
     if batch is None and not shipped:
@@ -152,7 +152,7 @@ def profile_command(
 
         save_micro_batch(source, micro_batch)
         reporter.note(f"micro-batch: {micro_batch.tokens} tokens of real rollouts, kept as {source}")
-    request = ProfileRequest(name=name, source=model, task=task, batch_source=source, codecs=chosen, config=config, seed=seed, repeats=repeats)
+    request = ProfileRequest(name=name, source=model, task=task, batch_source=source, codecs=chosen, config=config_of(micro_batch, head=head), seed=seed, repeats=repeats)
     with reporter.progress() as progress:
         profile = profile_update(loaded, micro_batch, request, folder=folder, progress=progress)
     reporter.result(report.profile_view(profile), lambda: profile_document(folder))
@@ -183,7 +183,7 @@ def plan_command(
     from hilore_cli.schema import load_profile, save_json
 
     measured = load_profile(profile)
-    chosen = list(measured.codecs) if codecs is None else split_codecs(codecs)
+    chosen = list(measured.codecs) if codecs is None else split_names(codecs)
     try:
         plan = solve_plan(measured, cap=cap, risk=risk, codecs=chosen, name=file_name(name or measured.name), max_patterns=max_patterns)
     except InfeasibleError as error:
@@ -245,6 +245,7 @@ def bench_command(
     batch: BatchFile = None,
     model: ModelName = None,
     repeats: Annotated[int, typer.Option(min=1, help="Interleaved timed updates of each method.")] = 5,
+    also: Annotated[str, typer.Option(help="Further methods, comma-separated: store, recompute (the runtime's two uniform plans).")] = "",
     threads: Threads = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Keep the report as a JSON file, too.", show_default=False)] = None,
     as_json: Json = False,
@@ -261,12 +262,15 @@ def bench_command(
     frozen = load_frozen_plan(frozen_plan)
     source = str(batch) if batch is not None else profiled_batch(frozen_plan, frozen.model.source)
     micro_batch = load_batch(source)
-    from hilore_cli.bench import run_bench
+    from hilore_cli.bench import UNIFORM_METHODS, run_bench
 
+    further = split_names(also)
+    if unknown := set(further) - set(UNIFORM_METHODS):
+        raise UsageError(f"method {sorted(unknown)[0]!r} is not known; --also takes {', '.join(UNIFORM_METHODS)}")
     set_threads(threads)
     loaded = load_planned_model(model or frozen.model.source, frozen)
     with reporter.progress() as progress:
-        measured = run_bench(loaded, frozen, micro_batch, source=source, task=str(micro_batch.meta.get("task", "")), repeats=repeats, progress=progress)
+        measured = run_bench(loaded, frozen, micro_batch, source=source, task=str(micro_batch.meta.get("task", "")), repeats=repeats, progress=progress, also=further)
     if output is not None:
         save_json(measured, output)
     reporter.result(report.bench_view(measured), lambda: measured.model_dump(mode="json"))
@@ -444,7 +448,7 @@ def set_threads(count: int | None) -> None:
 # --------------------------------------------------------------------------------------------------------- names and files
 
 
-def split_codecs(text: str) -> list[str]:
+def split_names(text: str) -> list[str]:
     """ "int8, int4" -> ["int8", "int4"]; without repetition."""
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
@@ -470,7 +474,7 @@ def newest(folder: Path, pattern: str, error: type[HiloreError], remedy: str, *,
 
 def show_json(path: Path, reporter: Reporter) -> None:
     """A plan, frozen plan or benchmark by the `format` it names. Raises PlanMismatchError, UsageError."""
-    from hilore_cli.schema import load_frozen_plan, load_plan_file
+    from hilore_cli.schema import load_bench_report, load_frozen_plan, load_plan_file
 
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -484,22 +488,10 @@ def show_json(path: Path, reporter: Reporter) -> None:
         frozen = load_frozen_plan(path)
         reporter.result(report.frozen_view(frozen, path=str(path), patterns=True), lambda: frozen.model_dump(mode="json"))
     elif kind == "hilore-bench":
-        measured = load_bench(path)
+        measured = load_bench_report(path)
         reporter.result(report.bench_view(measured), lambda: measured.model_dump(mode="json"))
     else:
         raise UsageError(f"{path}: format {kind!r} is none of hilore's; give a profile folder, a plan, a micro-batch or a benchmark")
-
-
-def load_bench(path: Path) -> BenchReport:
-    from pydantic import ValidationError
-
-    from hilore_cli.schema import BenchReport
-
-    try:
-        return BenchReport.model_validate_json(path.read_bytes(), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise PlanMismatchError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}; make it again with `hilore bench`") from error
 
 
 def profile_document(folder: Path) -> dict[str, Any]:

@@ -58,6 +58,11 @@ class GrpoConfig:
             raise UsageError(f"chunk_tokens {self.chunk_tokens}: must be at least 1")
 
 
+def config_of(micro_batch: MicroBatch, *, head: str) -> GrpoConfig:
+    """The step that a recorded micro-batch belongs to: the temperature its completions were sampled at, and a loss head."""
+    return GrpoConfig(head=head, temperature=float(micro_batch.meta.get("temperature", 1.0)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class UpdateResult:
     """`loss`: summed over the micro-batches (about 0 on-policy, by construction). `grad_norm`: before clipping."""

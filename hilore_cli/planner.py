@@ -156,6 +156,9 @@ class _Planner:
             if excess > 0:
                 pending.append(replace(current, cap_bytes=current.cap_bytes - excess))
         if found is None:
+            self.add_last_candidates(step, budget)
+            found = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=max_patterns)
+        if found is None:
             raise self.infeasible(cap_bytes=cap_bytes, risk=risk, budget=budget, max_patterns=max_patterns)
         found = self.with_fewer_patterns(found, cap_bytes=cap_bytes, budget=budget, bound_ns=bound_ns)
         return Solution(assignment=found, bound_ns=min(bound_ns, found.cost_ns), resolves=resolves, reproducible=reproducible and found.reproducible)
@@ -228,6 +231,14 @@ class _Planner:
         gap_ns = max(1, self.gap_ns() // 20)
         for (program, _, codecs), choices in zip(unique, solve_priced([(p.model, prices) for p, prices, _ in unique], gap_ns=gap_ns), strict=True):
             self.candidates.setdefault(actions_of_choices(program, choices, codecs))
+
+    def add_last_candidates(self, step: StepModel, budget: float) -> None:
+        """Before a cap is called infeasible: patterns that do not depend on the cap, so that the least feasible peak which one answer
+        names is feasible when it is asked for; and, for the least risk, codecs that are over the budget alone.
+        """
+        self.add_priced_candidates(step, None, budget)
+        if self.codecs:
+            self.add_priced_candidates(replace(step, layers=self.step_model(cap_bytes=step.cap_bytes, budget=math.inf).layers, risk=math.inf), None, math.inf)
 
     def representatives(self) -> list[int]:
         """One layer of each class: the one with the median risk."""
@@ -315,8 +326,6 @@ class _Planner:
 
     def infeasible(self, *, cap_bytes: int, risk: float, budget: float, max_patterns: int) -> InfeasibleError:
         """What would be feasible, in the order in which a user can give way."""
-        if self.codecs:  # codecs that are over the budget alone were left out so far
-            self.add_priced_candidates(self.step_model(cap_bytes=cap_bytes, budget=math.inf), None, math.inf)
         least = self.assign(cap_bytes=None, budget=None, max_patterns=max_patterns, minimise="peak")
         at_risk = self.assign(cap_bytes=None, budget=budget, max_patterns=max_patterns, minimise="peak")
         less_risk = self.assign(cap_bytes=cap_bytes, budget=None, max_patterns=max_patterns, minimise="risk")

@@ -405,9 +405,10 @@ def digest_of(record: Strict) -> str:
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Write a file so that a reader, a crash or a full disk sees the old content or the new, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
+    temporary = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
@@ -417,7 +418,8 @@ def write_atomic(path: Path, content: bytes) -> None:
     except OSError as error:
         raise HiloreError(f"{path}: cannot be written ({error.strerror}); the old file, if any, is untouched") from error
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
 
 
 def save_json(record: Strict, path: Path) -> None:
@@ -436,6 +438,11 @@ def load_frozen_plan(path: Path | str) -> FrozenPlan:
     if plan.digest != digest_of(plan):
         raise PlanMismatchError(f"{path}: digest {plan.digest or '(none)'} does not match the content; a frozen plan is not edited by hand: make it again with `hilore apply`")
     return plan
+
+
+def load_bench_report(path: Path | str) -> BenchReport:
+    """Read what `hilore bench -o` wrote. Raises PlanMismatchError."""
+    return _load(Path(path), BenchReport, PlanMismatchError, remedy="make it again with `hilore bench`")
 
 
 def freeze(plan: FrozenPlan) -> FrozenPlan:
