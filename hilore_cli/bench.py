@@ -44,16 +44,16 @@ def apply_plan(model: nn.Module, plan: Plan, micro_batch: MicroBatch, *, heldout
             raise PlanMismatchError(f"plan {plan.name}: holds for up to {variant.max_tokens} tokens, the micro-batch has {batch.tokens}; profile with --tokens {batch.tokens}")
     bench = Workbench(model, micro_batch, config_of(micro_batch, head=plan.head))
     bench.method("plan", plan.patterns, plan.layers)
-    progress("dry run: peak of the plan", 0, 3)
-    peak = bench.peak_bytes("plan")
-    progress("dry run: peak of checkpointing", 1, 3)
-    gc_peak = bench.peak_bytes("gc")
-    progress("dry run: gradients", 2, 3)
+    progress("dry run: gradients", 0, 3)
     bench.micro_batch = judge
-    with bench.method("gc"):
-        exact = bench.gradients()
-    with bench.method("plan"):
-        error = gradient_error(bench.gradients(), exact)
+    exact = bench.gradients_by("gc")
+    error = gradient_error(bench.gradients_by("plan"), exact)
+    del exact
+    bench.micro_batch = micro_batch
+    progress("dry run: peak of the plan", 1, 3)
+    peak = bench.peak_bytes("plan")
+    progress("dry run: peak of checkpointing", 2, 3)
+    gc_peak = bench.peak_bytes("gc")
     measured = Measurement(peak_bytes=peak, gc_peak_bytes=gc_peak, rel_error=error, batch_digest=batch_identity(judge, source="", task="").digest, date=_today())
     if not emit_anyway:
         _refuse_miss(plan, measured)
@@ -86,8 +86,7 @@ def run_bench(model: nn.Module, plan: FrozenPlan, micro_batch: MicroBatch, *, so
     exact: dict[str, Tensor] = {}
     for position, name in enumerate(methods):
         progress("comparing gradients", position, len(methods))
-        with bench.method(name):
-            gradient = bench.gradients()
+        gradient = bench.gradients_by(name)
         exact = exact or gradient
         errors[name] = gradient_error(gradient, exact)
     del exact, gradient

@@ -347,10 +347,10 @@ def demo_command(
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{SHIPPED_MODEL}-{SHIPPED_TASK}"
     steps = [
-        ("Measure one GRPO update: time, bytes and risk of each activation in 30 layers.", f"profile --model {SHIPPED_MODEL} --task {SHIPPED_TASK} --codecs int8 --repeats {1 if quick else 3}"),
+        ("Measure one GRPO update: time, bytes and risk of each activation in 30 layers.", f"profile --model {SHIPPED_MODEL} --task {SHIPPED_TASK} --codecs int8 --repeats {1 if quick else 2}"),
         ("Solve: what to store, compress and recompute for the fastest step under 1.1 x the peak of gradient checkpointing (GC).", f"plan profiles/{name} --mem-cap 1.1x-gc --risk 0.015"),
         ("Bind the plan to the model: run one update, compare peak and gradient error with the prediction, on rollouts that were not profiled.", f"apply plans/{name}.plan.json"),
-        ("Run no checkpointing, GC and the plan side by side.", f"bench plans/{name}.json --repeats {2 if quick else 5}"),
+        ("Run no checkpointing, GC and the plan side by side.", f"bench plans/{name}.json --repeats {2 if quick else 3}"),
     ]
     started = time.monotonic()
     for number, (what, command) in enumerate(steps, 1):

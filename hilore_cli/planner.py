@@ -52,7 +52,7 @@ GAP_OF_STEP = 1e-3
 NEGLIGIBLE_OF_STEP = 1e-6
 RESOLVES = 3
 FEW_PATTERNS = 4
-"""Each distinct pattern is compiled in the first training step (seconds): so many are taken when they cost next to nothing."""
+"""Each distinct pattern is compiled in the first training step (seconds): fewer are taken when they cost next to nothing; up to so many are tried."""
 
 
 def solve_plan(profile: Profile, *, cap: Cap, risk: float, codecs: Sequence[str], name: str, max_patterns: int = 8) -> Plan:
@@ -168,13 +168,14 @@ class _Planner:
 
     def with_fewer_patterns(self, found: Assignment, *, cap_bytes: int, budget: float, bound_ns: float) -> Assignment:
         """Fewer patterns when that stays within the gap of the bound, or costs less than half of it."""
-        if len(set(found.pattern_of)) <= FEW_PATTERNS:
-            return found
-        fewer = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=FEW_PATTERNS)
-        if fewer is None:
-            return found
-        near = fewer.cost_ns - found.cost_ns <= GAP_OF_STEP / 2 * (self.profile.times.store_us * 1000 + found.cost_ns)
-        return fewer if near or self.is_close(fewer, bound_ns) else found
+        for limit in range(1, min(FEW_PATTERNS, len(set(found.pattern_of)) - 1) + 1):
+            fewer = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=limit)
+            if fewer is None:
+                continue
+            near = fewer.cost_ns - found.cost_ns <= GAP_OF_STEP / 2 * (self.profile.times.store_us * 1000 + found.cost_ns)
+            if near or self.is_close(fewer, bound_ns):
+                return fewer
+        return found
 
     # ------------------------------------------------------------------------------------------------------- programs
 

@@ -86,11 +86,13 @@ def print_error(message: str) -> None:
 def profile_view(profile: Profile) -> RenderableType:
     """Peaks and times of the four whole-step methods, units by risk, and the memory account."""
     times, peaks = profile.times, profile.peaks
+    measured_peaks = {"none": peaks.none_bytes, "gc": peaks.gc_bytes}
     methods = _table("method", "step >", "vs GC >", "peak >", "vs GC >", title=f"whole updates, median of {times.repeats}, {_threads(times.threads)}")
     labels = {"none": "no checkpointing", "gc": "checkpointing (GC)", "store": "hilore, all stored", "recompute": "hilore, all recomputed"}
     for key, label in labels.items():
-        step_us, peak_bytes = getattr(times, f"{key}_us"), getattr(peaks, f"{key}_bytes")
-        methods.add_row(label, format_us(step_us), format_gain(times.gc_us / step_us), format_bytes(peak_bytes), f"{peak_bytes / peaks.gc_bytes:.3f} x")
+        step_us, peak_bytes = getattr(times, f"{key}_us"), measured_peaks.get(key)
+        size = ("", "") if peak_bytes is None else (format_bytes(peak_bytes), f"{peak_bytes / peaks.gc_bytes:.3f} x")
+        methods.add_row(label, format_us(step_us), format_gain(times.gc_us / step_us), *size)
     account = _table("memory account", "bytes >")
     for key, value in profile.account.model_dump().items():
         account.add_row(key.removesuffix("_bytes"), format_bytes(value))

@@ -172,8 +172,6 @@ class StepPeaks(Strict):
 
     none_bytes: int
     gc_bytes: int
-    store_bytes: int
-    recompute_bytes: int
 
 
 class CalibrationPair(Strict):
