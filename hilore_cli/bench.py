@@ -20,10 +20,11 @@ from hilore_cli.capture import model_identity
 from hilore_cli.errors import PlanMismatchError
 from hilore_cli.grpo import config_of, relative_error
 from hilore_cli.models import decoder_layers
-from hilore_cli.profiler import Progress, Workbench, batch_identity, describe_machine
+from hilore_cli.profiler import batch_identity, describe_machine
 from hilore_cli.runtime import check_identity
 from hilore_cli.schema import BenchReport, FrozenPlan, Measurement, MethodRow, Outcome, Plan, Variant, digest_of, freeze
 from hilore_cli.sizes import format_bytes
+from hilore_cli.workbench import Progress, Workbench
 
 UNIFORM_METHODS = ("store", "recompute")
 

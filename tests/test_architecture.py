@@ -18,7 +18,7 @@ FLOORS = {
     1: ["exposure", "timeline", "ilp", "program", "planner"],
     2: ["codecs"],
     3: ["capture", "partition", "runtime", "batches", "tasks", "models", "grpo"],
-    4: ["rollout", "profiler", "risk", "peak", "bench"],
+    4: ["rollout", "peak", "risk", "workbench", "profiler", "bench"],
     5: ["integrations"],
     6: ["report", "cli", "__main__"],
 }

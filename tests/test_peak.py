@@ -10,9 +10,10 @@ from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.errors import ProfileError
 from hilore_cli.grpo import GrpoConfig
 from hilore_cli.peak import mark, measure_peak, static_bytes_of, trace_memory
-from hilore_cli.profiler import ProfileRequest, Workbench, measure_account, profile_update
+from hilore_cli.profiler import ProfileRequest, measure_account, profile_update
 from hilore_cli.schema import Pattern, Profile
 from hilore_cli.timeline import simulate_step
+from hilore_cli.workbench import Workbench
 
 MIB = 2**20
 CPU = torch.device("cpu")

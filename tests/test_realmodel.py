@@ -15,9 +15,9 @@ from hilore_cli.grpo import GrpoConfig, micro_batch_loss, relative_error
 from hilore_cli.malloc import steady_malloc
 from hilore_cli.models import load_model
 from hilore_cli.peak import trace_memory
-from hilore_cli.profiler import checkpointing
 from hilore_cli.runtime import Handle, attach_patterns
 from hilore_cli.schema import Pattern, Variant
+from hilore_cli.workbench import checkpointing
 
 pytestmark = [pytest.mark.realmodel, pytest.mark.slow]
 

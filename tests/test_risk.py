@@ -13,7 +13,7 @@ from hilore_cli.batches import MicroBatch, synthetic_micro_batch
 from hilore_cli.capture import describe_joint
 from hilore_cli.errors import ProfileError
 from hilore_cli.grpo import GrpoConfig, relative_error
-from hilore_cli.profiler import Workbench, record_step, token_weights
+from hilore_cli.profiler import record_step, token_weights
 from hilore_cli.risk import (
     GradientChange,
     LayerReplay,
@@ -25,6 +25,7 @@ from hilore_cli.risk import (
     transfers,
 )
 from hilore_cli.schema import Pattern
+from hilore_cli.workbench import Workbench
 
 SEEDS = (0, 1, 2)
 
