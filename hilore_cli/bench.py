@@ -7,6 +7,7 @@ with torch's early stop.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from math import comb
@@ -27,9 +28,11 @@ from hilore_cli.sizes import format_bytes
 from hilore_cli.workbench import Progress, Workbench
 
 UNIFORM_METHODS = ("store", "recompute")
+SMALLEST_ERROR = 1e-300
+"""What an error that rounds to zero is reported as when gradients are not bitwise equal."""
 
 
-def apply_plan(model: nn.Module, plan: Plan, micro_batch: MicroBatch, *, heldout: MicroBatch | None, emit_anyway: bool, progress: Progress) -> FrozenPlan:
+def apply_plan(model: nn.Module, plan: Plan, micro_batch: MicroBatch, *, heldout: MicroBatch | None, emit_anyway: bool, progress: Progress, name: str | None = None) -> FrozenPlan:
     """Bind a plan to a model: check the fingerprint, run one update under it, compare with the prediction, freeze.
 
     The peak is measured on `micro_batch`; the gradient error on `heldout` when there is one. Raises PlanMismatchError with
@@ -37,12 +40,11 @@ def apply_plan(model: nn.Module, plan: Plan, micro_batch: MicroBatch, *, heldout
     """
     check_identity(model_identity(model, source=plan.model.source), plan.model, name=plan.name)
     fqns = [fqn for fqn, _ in decoder_layers(model)]
-    variant = Variant(max_tokens=plan.batch.tokens, layers=plan.layers)
+    variant = Variant(max_tokens=plan.batch.tokens, max_length=plan.batch.length, layers=plan.layers)
     judge = heldout or micro_batch
     for batch in (micro_batch, judge):
         batch.validate()
-        if batch.tokens > variant.max_tokens:
-            raise PlanMismatchError(f"plan {plan.name}: holds for up to {variant.max_tokens} tokens, the micro-batch has {batch.tokens}; profile with --tokens {batch.tokens}")
+        layers_for(plan.name, [variant], batch)
     bench = Workbench(model, micro_batch, config_of(micro_batch, head=plan.head))
     bench.method("plan", plan.patterns, plan.layers)
     progress("dry run: gradients", 0, 3)
@@ -60,9 +62,11 @@ def apply_plan(model: nn.Module, plan: Plan, micro_batch: MicroBatch, *, heldout
         _refuse_miss(plan, measured)
     return freeze(
         FrozenPlan(
-            name=plan.name,
+            name=name or plan.name,
             plan_digest=digest_of(plan),
             model=plan.model,
+            batch=plan.batch,
+            graph_digests=plan.graph_digests,
             head=plan.head,
             budgets=plan.budgets,
             patterns=plan.patterns,
@@ -81,7 +85,7 @@ def run_bench(model: nn.Module, plan: FrozenPlan, micro_batch: MicroBatch, *, so
     check_identity(model_identity(model, source=plan.model.source), plan.model, name=plan.name)
     micro_batch.validate()
     bench = Workbench(model, micro_batch, config_of(micro_batch, head=plan.head))
-    bench.method("plan", plan.patterns, layers_for(plan, micro_batch.tokens), plan.fallback)
+    bench.method("plan", plan.patterns, layers_for(plan.name, plan.variants, micro_batch), plan.fallback)
     methods = ("none", "gc", *also, "plan")
     errors, peaks = {}, {}
     exact: dict[str, Tensor] = {}
@@ -97,7 +101,8 @@ def run_bench(model: nn.Module, plan: FrozenPlan, micro_batch: MicroBatch, *, so
     samples = bench.time_updates(methods, repeats=repeats, progress=progress)
     rows = {name: _method_row(name, samples, peak=peaks[name], error=errors[name]) for name in methods}
     ours = rows["plan"]
-    wall = {name: [w for w, _ in samples[name]] for name in methods}
+    clock = "cpu" if torch.get_num_threads() == 1 else "wall"
+    gain = {name: row.cpu_speedup_vs_gc if clock == "cpu" else row.speedup_vs_gc for name, row in rows.items()}
     predicted = plan.predicted
     return BenchReport(
         plan=plan.name,
@@ -107,30 +112,36 @@ def run_bench(model: nn.Module, plan: FrozenPlan, micro_batch: MicroBatch, *, so
         batch=batch_identity(micro_batch, source=source, task=task),
         head=plan.head,
         repeats=repeats,
+        clock=clock,
         methods=[rows[name] for name in methods],
-        speedup_vs_gc=ours.speedup_vs_gc,
-        ceiling_vs_gc=rows["none"].speedup_vs_gc,
-        recovered=_recovered(wall),
+        speedup_vs_gc=gain["plan"],
+        ceiling_vs_gc=gain["none"],
+        recovered=recovered_share(gain["plan"], gain["none"]),
         peak_vs_gc=ours.peak_bytes / rows["gc"].peak_bytes,
         rel_error=ours.rel_error,
         predicted=Outcome(peak_bytes=predicted.peak_bytes, step_us=predicted.step_us, rel_error=predicted.rel_error, speedup_vs_gc=predicted.speedup_vs_gc),
-        measured=Outcome(peak_bytes=ours.peak_bytes, step_us=ours.wall_us, rel_error=ours.rel_error, speedup_vs_gc=ours.speedup_vs_gc),
+        measured=Outcome(peak_bytes=ours.peak_bytes, step_us=ours.wall_us, rel_error=ours.rel_error, speedup_vs_gc=gain["plan"]),
     )
 
 
-def layers_for(plan: FrozenPlan, tokens: int) -> list[str]:
-    """The patterns of the variant that a micro-batch of so many tokens runs under. Raises PlanMismatchError above the largest."""
-    for variant in sorted(plan.variants, key=lambda v: v.max_tokens):
-        if tokens <= variant.max_tokens:
+def layers_for(plan: str, variants: Sequence[Variant], micro_batch: MicroBatch) -> list[str]:
+    """The patterns of the variant that a micro-batch runs under. Raises PlanMismatchError when it is above the largest."""
+    length = micro_batch.input_ids.shape[1]
+    for variant in sorted(variants, key=lambda v: v.max_tokens):
+        if variant.holds(tokens=micro_batch.tokens, length=length):
             return variant.layers
-    raise PlanMismatchError(f"plan {plan.name}: holds for up to {max(v.max_tokens for v in plan.variants)} tokens, the micro-batch has {tokens}; above it every layer is recomputed. Profile with --tokens {tokens}")
+    largest = max(variants, key=lambda v: v.max_tokens)
+    raise PlanMismatchError(f"plan {plan}: holds for up to {largest.max_tokens} tokens in rows of up to {largest.max_length}, the micro-batch has {micro_batch.tokens} in rows of {length}; above it every layer is recomputed. Profile a micro-batch of this size")
 
 
 def gradient_error(gradient: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     """Relative error over all parameters; exactly 0 only when every gradient is bitwise equal."""
     if all(torch.equal(gradient[name], exact[name]) for name in exact):
         return 0.0
-    return max(relative_error(gradient, exact), 1e-300)
+    error = relative_error(gradient, exact)
+    if not math.isfinite(error):
+        raise PlanMismatchError("the plan's gradient is not finite where the exact one is; a codec cannot hold what this micro-batch puts into it: plan with other --codecs, or with --risk 0")
+    return max(error, SMALLEST_ERROR)
 
 
 def paired_interval(ratios: Sequence[float]) -> tuple[float, float]:
@@ -176,10 +187,9 @@ def _method_row(name: str, samples: dict[str, list[tuple[float, float]]], *, pea
     )
 
 
-def _recovered(wall: dict[str, list[float]]) -> float:
-    """Median over the repeats of (T_gc - T_plan) / (T_gc - T_none); 0 where checkpointing cost nothing."""
-    shares = [(gc - plan) / (gc - none) if gc > none else 0.0 for gc, plan, none in zip(wall["gc"], wall["plan"], wall["none"], strict=True)]
-    return median(shares)
+def recovered_share(plan_gain: float, none_gain: float) -> float:
+    """(T_gc - T_plan) / (T_gc - T_none) from the two speed-ups over T_gc; 0 where checkpointing cost nothing."""
+    return (1 - 1 / plan_gain) / (1 - 1 / none_gain) if none_gain > 1 else 0.0
 
 
 def _today() -> str:

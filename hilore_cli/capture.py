@@ -33,7 +33,7 @@ _SHORT_NAMES = {
 _OUTPUT_NAMES = {"output": "out", "logsumexp": "lse", "log_sumexp": "lse"}
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution", "_grouped_mm", "grouped_mm", "_scaled_mm", "sdpa"}
 _STEERING = {"topk", "sort", "argsort", "argmax", "argmin", "nonzero", "bincount", "histc", "searchsorted", "unique_dim", "_unique2", "randperm"}
-_CONFIG_NOT_IN_GRAPH = {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "_attn_implementation"}
+_CONFIG_NOT_IN_GRAPH = {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "_attn_implementation", "pad_token_id", "bos_token_id", "eos_token_id"}
 _COMPRESSIBLE_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -127,7 +127,7 @@ def describe_joint(joint: JointGraph, *, name: str) -> LayerClass:
     Raises CaptureError when the graph writes into its inputs (recomputing such a layer would be wrong).
     """
     nodes = [n for n in joint.nodes if n.op != "output" and not _is_symbolic(n)]
-    _refuse_mutation(joint)
+    refuse_mutation(joint)
     index = {node.name: i for i, node in enumerate(nodes)}
     owners, keys = storage_owners(joint), unit_keys(joint)
     forward = {n.name for n in forward_nodes(joint)}
@@ -191,8 +191,8 @@ def model_identity(model: torch.nn.Module, *, source: str) -> ModelId:
     """What a plan is bound to: architecture, configuration, parameters and which of them train. `source` is for people only."""
     config = model.config
     parameters = list(model.named_parameters())
-    settings = {k: v for k, v in config.to_dict().items() if k not in _CONFIG_NOT_IN_GRAPH}
-    names = [f"{_plain_name(n)} {tuple(p.shape)} {p.dtype} {'train' if p.requires_grad else 'frozen'}" for n, p in parameters]
+    settings = _graph_settings(config.to_dict())
+    names = [f"{n} {tuple(p.shape)} {p.dtype} {'train' if p.requires_grad else 'frozen'}" for n, p in parameters]
     lora = next(iter(getattr(model, "peft_config", {}).values()), None)
     return ModelId(
         source=source,
@@ -210,9 +210,9 @@ def model_identity(model: torch.nn.Module, *, source: str) -> ModelId:
 # --------------------------------------------------------------------------------------------------------------- helpers
 
 
-def _plain_name(name: str) -> str:
-    """Parameter name without the prefixes that wrappers (DDP, torch.compile) put in front."""
-    return name.removeprefix("module.").replace("_orig_mod.", "")
+def _graph_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Without what trainers and versions change but no graph depends on; nested configurations alike."""
+    return {k: _graph_settings(v) if isinstance(v, dict) else v for k, v in settings.items() if k not in _CONFIG_NOT_IN_GRAPH}
 
 
 def _sha(text: str) -> str:
@@ -320,7 +320,8 @@ def _is_compressible(value: Any, terms: dict[str, int], batch: Any, length: Any)
     return numel >= MIN_NUMEL_PER_TOKEN * _hint(batch) * _hint(length)
 
 
-def _refuse_mutation(joint: JointGraph) -> None:
+def refuse_mutation(joint: JointGraph) -> None:
+    """Raise CaptureError for a graph that writes into its inputs: torch would split it by other rules, without a word."""
     for node in joint.nodes:
         if node.op == "call_function" and _op_name(node) in ("copy_", "set_"):
             raise CaptureError("the layer writes into a buffer or an input during forward; recomputing it would be wrong")

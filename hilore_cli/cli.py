@@ -88,7 +88,7 @@ def main() -> NoReturn:
         report.print_error(f"{where}{error.strerror or error}; check the path, its permissions and the free space")
         code = HiloreError.exit_code
     if code == INTERRUPTED:
-        report.print_error("interrupted; a profile goes on where it stopped when the same command is run again")
+        report.print_error("interrupted; `hilore profile` goes on where it stopped when the same command is run again")
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
@@ -219,8 +219,7 @@ def apply_command(
     from hilore_cli.schema import load_plan_file, save_json
 
     solved = load_plan_file(plan)
-    if name is not None:
-        solved = solved.model_copy(update={"name": file_name(name)})
+    name = None if name is None else file_name(name)
     source = str(batch) if batch is not None else solved.batch.source
     if heldout is None and source == SHIPPED_BATCH:
         heldout = Path(SHIPPED_HELDOUT)
@@ -232,7 +231,7 @@ def apply_command(
     set_threads(threads)
     loaded = load_planned_model(model or solved.model.source, solved)
     with reporter.progress() as progress:
-        frozen = apply_plan(loaded, solved, micro_batch, heldout=unseen, emit_anyway=emit_anyway, progress=progress)
+        frozen = apply_plan(loaded, solved, micro_batch, heldout=unseen, emit_anyway=emit_anyway, progress=progress, name=name)
     path = output or PLANS / f"{frozen.name}.json"
     save_json(frozen, path)
     reporter.result(report.frozen_view(frozen, path=str(path), patterns=False), lambda: frozen.model_dump(mode="json") | {"path": str(path)})
@@ -260,7 +259,7 @@ def bench_command(
     from hilore_cli.schema import load_frozen_plan, save_json
 
     frozen = load_frozen_plan(frozen_plan)
-    source = str(batch) if batch is not None else profiled_batch(frozen_plan, frozen.model.source)
+    source = str(batch) if batch is not None else frozen.batch.source
     micro_batch = load_batch(source)
     from hilore_cli.bench import UNIFORM_METHODS, run_bench
 
@@ -382,18 +381,6 @@ def shipped_file(name: str) -> Path:
     package = Path(hilore_cli.__file__).parent
     folders = (package.parent / "profiles", package / "data")
     return next((folder / name for folder in folders if (folder / name).is_file()), folders[-1] / name)
-
-
-def profiled_batch(frozen_plan: Path, model_source: str) -> str:
-    """The micro-batch that the plan beside a frozen plan was made on. Raises UsageError."""
-    from hilore_cli.schema import load_plan_file
-
-    solved = frozen_plan.with_name(frozen_plan.name.removesuffix(".json") + ".plan.json")
-    if solved.is_file():
-        return load_plan_file(solved).batch.source
-    if model_source == SHIPPED_MODEL:
-        return SHIPPED_BATCH
-    raise UsageError(f"{frozen_plan}: its {solved.name} is not beside it, so the micro-batch is not known; give one with --batch")
 
 
 def check_task(task: str) -> None:

@@ -183,6 +183,11 @@ def decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return layers
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel; any other model as it is (FSDP2 keeps the model's own class)."""
+    return unwrapped(model.module) if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
 def text_decoder(model: nn.Module) -> nn.Module:
     """The stack from token ids to last hidden states, without the LM head; works through PEFT."""
     base = model.get_base_model() if _is_peft(model) else model

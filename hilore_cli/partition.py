@@ -24,7 +24,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils.checkpoint import CheckpointPolicy
 
 import hilore_cli.codecs  # noqa: F401 - registers torch.ops.hilore
-from hilore_cli.capture import JointGraph, forward_nodes, must_store, storage_owners, unit_keys
+from hilore_cli.capture import JointGraph, forward_nodes, must_store, refuse_mutation, storage_owners, unit_keys
 from hilore_cli.errors import CaptureError, PlanMismatchError
 from hilore_cli.schema import Pattern
 
@@ -35,7 +35,7 @@ def compile_layer(forward: Callable[..., Any], *, pattern: Pattern, on_split: Ca
     """`type(layer).forward` compiled once for one pattern; the layer is the first argument, so layers share the graphs.
 
     `on_split` is told of every joint graph before it is split, and proves that the plan is on (torch runs a layer eagerly
-    without a word in several situations: facts in the README). `run` may wrap the generated code ("forward" or "backward").
+    without a word under a dispatch mode or after an early exception). `run` may wrap the generated code ("forward" or "backward").
     """
 
     def partition(module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -61,7 +61,7 @@ def compile_layer(forward: Callable[..., Any], *, pattern: Pattern, on_split: Ca
 
 @contextmanager
 def compiler_settings() -> Iterator[None]:
-    """Settings of torch's compiler for our calls only; why each: the README's section on the runtime.
+    """Settings of torch's compiler for our calls only.
 
     donated_buffer: retain_graph works. skip_nnmodule_hook_guards: hooks added later are honoured. use_duck_shape: a length
     that equals a head size does not become one symbol with it. specialize_float: eps is a constant, not a tensor input.
@@ -91,6 +91,7 @@ def box_graph(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 def split_joint(joint: JointGraph, joint_inputs: Any, *, pattern: Pattern, **partitioner_arguments: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward graph of one layer under one pattern. Raises PlanMismatchError for a unit that the graph lacks."""
+    refuse_mutation(joint)
     keys = unit_keys(joint)
     codec_of = tag_joint(joint, keys, pattern)
     forward, backward = default_partition(joint.module, joint_inputs, num_fwd_outputs=joint.num_fwd_outputs, **partitioner_arguments)
@@ -125,8 +126,10 @@ def insert_codec(forward: fx.GraphModule, backward: fx.GraphModule, *, name: str
     """Replace one saved value by its payload in both graphs; nothing happens when backward does not read it."""
     saved_input = next((n for n in backward.graph.find_nodes(op="placeholder") if n.name == name), None)
     producer = next((n for n in forward.graph.nodes if n.name == name), None)
-    if saved_input is None or producer is None:
+    if saved_input is None:
         return
+    if producer is None:
+        raise CaptureError(f"the value {name} is saved for backward but not made in forward; report the layer")
     value = producer.meta["val"]
     output = next(iter(forward.graph.find_nodes(op="output")))
     with forward.graph.inserting_before(_last_placeholder_or(producer, forward).next):

@@ -78,6 +78,7 @@ def solve_plan(profile: Profile, *, cap: Cap, risk: float, codecs: Sequence[str]
         profile_digest=digest_of(profile),
         model=profile.model,
         batch=profile.batch,
+        graph_digests=sorted({layer_class.graph_digest for layer_class in profile.classes}),
         head=profile.head,
         budgets=Budgets(mem_cap=cap.text, cap_bytes=cap_bytes, risk=risk, codecs=list(codecs), max_patterns=max_patterns),
         patterns=names,

@@ -13,7 +13,8 @@ import json
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -63,6 +64,8 @@ from hilore_cli.schema import (
 from hilore_cli.workbench import Progress, Workbench
 
 OPERATOR_REPEATS = 5
+CodecTimes = dict[tuple[str, str], tuple[float, float]]
+"""(unit, codec) -> (compress, decompress) in microseconds."""
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRequest:
@@ -264,13 +267,13 @@ def measure_layers(bench: Workbench, record: StepRecord, request: ProfileRequest
     names = {digest: chr(ord("A") + i) if i < 26 else f"class{i}" for i, digest in enumerate(dict.fromkeys(digests))}
     weight = token_weights(bench.micro_batch, bench.config)
     classes: dict[str, LayerClass] = {}
+    codec_times: dict[str, CodecTimes] = {}
     for digest, name in names.items():
         members = [c for c in record.calls.values() if digests[c.graph] == digest]
         if not members:
             continue
         call = members[len(members) // 2]
-        classes[name] = timed_class(record.joints[call.graph], call, name=name)
-    codec_times: dict[tuple[str, str, str], tuple[float, float]] = {}
+        classes[name], codec_times[name] = timed_class(record.joints[call.graph], call, name=name, codecs=request.codecs)
     measured = []
     for index, (fqn, _) in enumerate(bench.layers):
         progress("measuring layers", index, len(bench.layers))
@@ -279,13 +282,13 @@ def measure_layers(bench: Workbench, record: StepRecord, request: ProfileRequest
         call = record.calls[index]
         layer_class = classes[names[digests[call.graph]]]
         if (stage := stages.load(f"layer-{index}")) is None:
-            stage = measure_layer(bench, record, call, layer_class, fqn=fqn, request=request, weight=weight, times=codec_times)
+            stage = measure_layer(bench, record, call, layer_class, fqn=fqn, request=request, weight=weight)
             stages.save(f"layer-{index}", stage)
         measured.append(stage)
-    return (*combine_layers(measured, gradient_norm=record.gradient_norm), list(classes.values()))
+    return (*combine_layers(measured, codec_times, gradient_norm=record.gradient_norm), list(classes.values()))
 
 
-def combine_layers(measured: Sequence[dict[str, Any]], *, gradient_norm: float) -> tuple[list[LayerRow], list[UnitRow]]:
+def combine_layers(measured: Sequence[dict[str, Any]], codec_times: Mapping[str, CodecTimes], *, gradient_norm: float) -> tuple[list[LayerRow], list[UnitRow]]:
     """Layers' own measurements -> rows with the risk to the whole gradient: now the gains of all layers below are known."""
     gains = [NoiseGain(**stage["gain"]) for stage in measured]
     transfer = transfers(gains, embedding=measured[0]["embedding_gain"])
@@ -294,20 +297,23 @@ def combine_layers(measured: Sequence[dict[str, Any]], *, gradient_norm: float) 
         layers.append(LayerRow(**stage["row"], noise_transfer=a_i))
         for unit in stage["units"]:
             stored, replayed = (GradientChange(**unit[context]).squared(a_i) / gradient_norm**2 for context in ("stored", "replayed"))
-            units.append(UnitRow(**unit["row"], rho2=stored, replayed_rho2=max(stored, replayed)))
+            compress, restore = codec_times[stage["row"]["layer_class"]][unit["row"]["unit"], unit["row"]["codec"]]
+            units.append(UnitRow(**unit["row"], compress_us=compress, decompress_us=restore, rho2=stored, replayed_rho2=max(stored, replayed)))
     return layers, units
 
 
-def timed_class(joint: JointGraph, call: LayerCall, *, name: str) -> LayerClass:
-    """The class's graph as a record, with the median time of each forward operator on one layer's real values."""
+def timed_class(joint: JointGraph, call: LayerCall, *, name: str, codecs: Sequence[str]) -> tuple[LayerClass, CodecTimes]:
+    """The class's graph as a record; median times of each forward operator and of each unit's codecs on one layer's real values."""
     described = describe_joint(joint, name=name)
     with torch.no_grad():
-        times = LayerReplay(joint, described, call).forward_times_us(repeats=OPERATOR_REPEATS)
+        replay = LayerReplay(joint, described, call)
+        times = replay.forward_times_us(repeats=OPERATOR_REPEATS)
+        codec_times = {(unit, codec): codec_times_us(replay.value(unit), codec, repeats=OPERATOR_REPEATS) for unit in candidate_units(described) for codec in codecs}
     nodes = [node.model_copy(update={"time_us": times.get(node.name, 0.0)}) for node in described.nodes]
-    return described.model_copy(update={"nodes": nodes})
+    return described.model_copy(update={"nodes": nodes}), codec_times
 
 
-def measure_layer(bench: Workbench, record: StepRecord, call: LayerCall, layer_class: LayerClass, *, fqn: str, request: ProfileRequest, weight: Tensor, times: dict[tuple[str, str, str], tuple[float, float]]) -> dict[str, Any]:
+def measure_layer(bench: Workbench, record: StepRecord, call: LayerCall, layer_class: LayerClass, *, fqn: str, request: ProfileRequest, weight: Tensor) -> dict[str, Any]:
     """One layer's own measurements, ready for the stage file; what needs the other layers is left to `combine_layers`."""
     joint = record.joints[call.graph]
     with torch.no_grad():
@@ -316,19 +322,17 @@ def measure_layer(bench: Workbench, record: StepRecord, call: LayerCall, layer_c
         for unit in candidate_units(layer_class):
             value = replay.value(unit)
             for codec in request.codecs:
-                error = measure_unit(replay, unit, codec, token_weight=weight)
-                key = (layer_class.name, unit, codec)
-                if key not in times:
-                    times[key] = codec_times_us(value, codec, repeats=OPERATOR_REPEATS)
-                compress, restore = times[key]
+                try:
+                    error = measure_unit(replay, unit, codec, token_weight=weight)
+                except ProfileError as refusal:
+                    warnings.warn(f"{fqn}: {refusal}; it is stored or recomputed there", stacklevel=2)
+                    continue
                 row = {
                     "layer": call.index,
                     "unit": unit,
                     "codec": codec,
                     "nbytes": value.untyped_storage().nbytes(),
                     "payload_bytes": error.payload_bytes,
-                    "compress_us": compress,
-                    "decompress_us": restore,
                     "rel_error": error.rel_error,
                     "exposure_error": error.exposure_error,
                 }

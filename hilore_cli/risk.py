@@ -154,7 +154,9 @@ class LayerReplay:
         values: dict[str, Any] = {}
         for node in self._nodes:
             if node.op == "placeholder":
-                values[node.name] = next(inputs)
+                values[node.name] = next(inputs, None)
+                if values[node.name] is None:
+                    raise CaptureError("the layer has more outputs with a gradient than one; hilore plans layers that return one hidden state")
             elif node.op == "call_function":
                 args, kwargs = self._arguments(node, values)
                 values[node.name] = node.target(*args, **kwargs)

@@ -22,9 +22,9 @@ import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from hilore_cli.capture import JointGraph, model_identity
+from hilore_cli.capture import JointGraph, graph_digest, model_identity
 from hilore_cli.errors import CaptureError, HiloreError, PlanMismatchError
-from hilore_cli.models import decoder_layers
+from hilore_cli.models import decoder_layers, unwrapped
 from hilore_cli.partition import compile_layer, compiler_settings
 from hilore_cli.schema import FrozenPlan, ModelId, Pattern, Variant, load_frozen_plan
 
@@ -45,11 +45,12 @@ def attach(model: nn.Module, plan: FrozenPlan) -> Handle:
     Raises PlanMismatchError when model, dtype, attention implementation, layer count or trainable parameters are not
     those of the plan, or when a plan is attached already.
     """
+    model = unwrapped(model)
     check_identity(model_identity(model, source=plan.model.source), plan.model, name=plan.name)
     fqns = [fqn for fqn, _ in decoder_layers(model)]
     if len(fqns) != len(plan.layer_fqns):
         raise PlanMismatchError(f"plan {plan.name}: made for {len(plan.layer_fqns)} decoder layers, the model has {len(fqns)}")
-    return attach_patterns(model, patterns=plan.patterns, variants=plan.variants, name=plan.name, fallback=plan.fallback)
+    return attach_patterns(model, patterns=plan.patterns, variants=plan.variants, name=plan.name, fallback=plan.fallback, graph_digests=plan.graph_digests)
 
 
 def check_identity(found: ModelId, expected: ModelId, *, name: str) -> None:
@@ -77,6 +78,7 @@ def attach_patterns(
     variants: Sequence[Variant],
     name: str,
     fallback: Sequence[str] = (),
+    graph_digests: Sequence[str] = (),
     run: Runner | None = None,
     on_split: Callable[[JointGraph], None] | None = None,
 ) -> Handle:
@@ -88,7 +90,7 @@ def attach_patterns(
     for variant in variants:
         if len(variant.layers) != len(layers):
             raise PlanMismatchError(f"plan {name}: made for {len(variant.layers)} decoder layers, the model has {len(layers)}")
-    program = Program(name=name, patterns=patterns, variants=variants, run=run, on_split=on_split)
+    program = Program(name=name, patterns=patterns, variants=variants, graph_digests=graph_digests, run=run, on_split=on_split)
     handle = Handle(program=program, layers=layers, fallback=fallback)
     handle.install()
     return handle
@@ -147,7 +149,7 @@ class Handle:
 class Program:
     """The patterns of one attached plan, compiled on first use and shared by the layers."""
 
-    def __init__(self, *, name: str, patterns: Mapping[str, Pattern], variants: Sequence[Variant], run: Runner | None, on_split: Callable[[JointGraph], None] | None) -> None:
+    def __init__(self, *, name: str, patterns: Mapping[str, Pattern], variants: Sequence[Variant], graph_digests: Sequence[str], run: Runner | None, on_split: Callable[[JointGraph], None] | None) -> None:
         self.name = name
         self.patterns = {**patterns, RECOMPUTE_ALL: Pattern()}
         self.variants = sorted(variants, key=lambda v: v.max_tokens)
@@ -156,30 +158,38 @@ class Program:
         self.current_layer = -1
         self._run = run
         self._on_split = on_split
+        self._graph_digests = frozenset(graph_digests)
         self._compiled: dict[tuple[str, type], Callable[..., Any]] = {}
-        self._warned = False
+        self._warned: set[str] = set()
 
-    def pattern_of(self, layer: int, tokens: int) -> str:
-        """Name of the layer's pattern for a micro-batch of so many tokens; recompute-all above the largest variant."""
+    def pattern_of(self, layer: int, *, rows: int, length: int) -> str:
+        """Name of the layer's pattern for a micro-batch of this size; recompute-all above the largest variant."""
         for variant in self.variants:
-            if tokens <= variant.max_tokens:
+            if variant.holds(tokens=rows * length, length=length):
                 return variant.layers[layer]
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"plan {self.name}: a micro-batch of {tokens} tokens is above the plan's largest ({self.variants[-1].max_tokens}); every layer is recomputed for it. Profile with --tokens {tokens}", stacklevel=2)
+        largest = self.variants[-1]
+        self.warn_once("size", f"a micro-batch of {rows} x {length} = {rows * length} tokens is above the plan's largest ({largest.max_tokens} tokens, rows of {largest.max_length or 'any length'}); every layer is recomputed for it. Profile with --tokens {rows * length}")
         return RECOMPUTE_ALL
+
+    def warn_once(self, topic: str, text: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(f"plan {self.name}: {text}", stacklevel=4)
 
     def call(self, layer: nn.Module, handle: LayerHandle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer's training forward under its pattern."""
         hidden = args[0] if args else kwargs["hidden_states"]
-        name = self.pattern_of(handle.index, hidden.shape[0] * hidden.shape[1])
+        name = self.pattern_of(handle.index, rows=hidden.shape[0], length=hidden.shape[1])
         compiled = self._compiled_for(name, type(layer))
         self.current_layer = handle.index
         try:
             with compiler_settings():
                 output = compiled(layer, *args, **kwargs)
         except Exception as error:
-            raise _explain(error, plan=self.name, fqn=handle.fqn) from error
+            explained = _explain(error, plan=self.name, fqn=handle.fqn)
+            if explained is error:
+                raise
+            raise explained from error
         self.calls[name] += 1
         if self.splits[name] == 0 and _requires_grad(output):
             raise _ran_uncompiled(plan=self.name, fqn=handle.fqn)
@@ -193,6 +203,8 @@ class Program:
 
     def _count(self, name: str, joint: JointGraph) -> None:
         self.splits[name] += 1
+        if self._graph_digests and graph_digest(joint) not in self._graph_digests:
+            self.warn_once("graph", "a layer's graph is not one that was profiled (another mask, precision, mode or version); the plan is carried out by unit names, its peak and gradient error hold for the profiled graph only. Profile the model as it is run")
         if self._on_split is not None:
             self._on_split(joint)
 

@@ -13,9 +13,9 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hilore_cli.errors import HiloreError, PlanMismatchError, ProfileError
 
@@ -208,7 +208,7 @@ class Profile(Strict):
 
 # ----------------------------------------------------------------------------------------------------------------- plan
 
-Action = str  # "store", "recompute" or "compress:<codec>"
+Action = Annotated[str, Field(pattern=r"^(store|recompute|compress:[a-z0-9-]+)$")]
 
 
 class Pattern(Strict):
@@ -289,6 +289,7 @@ class Plan(Strict):
     profile_digest: str
     model: ModelId
     batch: BatchId
+    graph_digests: list[str] = Field(description="digests of the profiled layers' joint graphs")
     head: str
     budgets: Budgets
     patterns: dict[str, Pattern]
@@ -297,15 +298,24 @@ class Plan(Strict):
     solver: SolverRecord
     alternatives: list[Alternative]
 
+    @model_validator(mode="after")
+    def _layers_name_patterns(self) -> Plan:
+        return _checked_layers(self, self.layers)
+
 
 # --------------------------------------------------------------------------------------------------------------- frozen
 
 
 class Variant(Strict):
-    """A full set of patterns for micro-batches of up to `max_tokens` (rows x padded length)."""
+    """A full set of patterns for micro-batches of up to `max_tokens` (rows x padded length) in rows of up to `max_length`."""
 
     max_tokens: int = Field(gt=0)
+    max_length: int | None = Field(default=None, gt=0, description="padded tokens of a row: eager attention is quadratic in it; None: any")
     layers: list[str]
+
+    def holds(self, *, tokens: int, length: int) -> bool:
+        """Whether a micro-batch of so many tokens in rows of this length is within what was profiled."""
+        return tokens <= self.max_tokens and (self.max_length is None or length <= self.max_length)
 
 
 class Measurement(Strict):
@@ -326,6 +336,8 @@ class FrozenPlan(Strict):
     name: str
     plan_digest: str
     model: ModelId
+    batch: BatchId
+    graph_digests: list[str]
     head: str
     budgets: Budgets
     patterns: dict[str, Pattern]
@@ -337,6 +349,16 @@ class FrozenPlan(Strict):
     digest: str = ""
 
     UNDIGESTED: ClassVar[set[str]] = {"digest"}
+
+    @model_validator(mode="after")
+    def _variants_name_patterns(self) -> FrozenPlan:
+        return _checked_layers(self, [name for variant in self.variants for name in variant.layers])
+
+
+def _checked_layers(plan: Any, names: list[str]) -> Any:
+    if unknown := set(names) - set(plan.patterns):
+        raise ValueError(f"a layer names pattern {sorted(unknown)[0]!r}, which the file does not hold")
+    return plan
 
 
 # ---------------------------------------------------------------------------------------------------------------- bench
@@ -379,10 +401,11 @@ class BenchReport(Strict):
     batch: BatchId
     head: str
     repeats: int
+    clock: Literal["wall", "cpu"] = Field(description="what the four figures below are taken from: CPU time at one thread, wall time at more")
     methods: list[MethodRow]
     speedup_vs_gc: float
     ceiling_vs_gc: float = Field(description="speed-up of no checkpointing over checkpointing")
-    recovered: float = Field(description="(T_gc - T_plan) / (T_gc - T_none), medians of pairs")
+    recovered: float = Field(description="(T_gc - T_plan) / (T_gc - T_none), from the two speed-ups")
     peak_vs_gc: float
     rel_error: float
     predicted: Outcome
@@ -480,8 +503,11 @@ def load_profile(folder: Path | str) -> Profile:
         raise ProfileError(f"{path}: key 'tables' must name the nodes and units tables; {remedy}")
     nodes = _read_table(folder / str(tables["nodes"]), remedy)
     document["units"] = _read_table(folder / str(tables["units"]), remedy)
-    for layer_class in document.get("classes", []):
-        layer_class["nodes"] = [_node_of(row) for row in nodes if row["layer_class"] == layer_class.get("name")]
+    try:
+        for layer_class in document["classes"]:
+            layer_class["nodes"] = [_node_of(row) for row in nodes if row["layer_class"] == layer_class["name"]]
+    except (KeyError, TypeError, ValueError) as cause:
+        raise ProfileError(f"{path}: its classes and its nodes table do not belong together ({cause!r}); {remedy}") from cause
     return _validate(document, Profile, path, ProfileError, remedy)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hilore_cli.errors import UsageError
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([KMGT]?I?B)\s*$", re.IGNORECASE)
+_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*((?:[KMGT]I?)?B)\s*$", re.IGNORECASE)
 _RATIO = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*x-(gc|none)\s*$", re.IGNORECASE)
 
 
@@ -33,7 +33,7 @@ def parse_cap(text: str) -> Cap:
     """Read "1.1x-gc", "0.9x-none" or a size such as "40GiB". Raises UsageError."""
     if match := _RATIO.match(text):
         ratio = float(match[1])
-        if ratio > 0:
+        if 0 < ratio < 1e6:
             return Cap(text=text.strip(), ratio=ratio, reference=match[2].lower(), nbytes=None)
     elif _SIZE.match(text):
         return Cap(text=text.strip(), ratio=None, reference=None, nbytes=parse_bytes(text))
@@ -43,7 +43,7 @@ def parse_cap(text: str) -> Cap:
 def parse_bytes(text: str) -> int:
     """Read "40GiB", "1.5 GB", "100MiB". Raises UsageError."""
     match = _SIZE.match(text)
-    if not match or float(match[1]) <= 0:
+    if not match or not 0 < float(match[1]) < 1e18:
         raise UsageError(f"size {text!r} is not understood; write a positive number with a unit, such as 40GiB or 500MB")
     return round(float(match[1]) * _UNITS[match[2].upper()])
 

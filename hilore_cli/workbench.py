@@ -98,7 +98,7 @@ class Workbench:
             return measure_peak(self.update, static_bytes=static, device=self.device)
 
     def time_updates(self, methods: Sequence[str], *, repeats: int, progress: Progress) -> dict[str, list[tuple[float, float]]]:
-        """Interleaved updates after a warm-up of each: method -> [(wall us, CPU us)] per repeat."""
+        """Interleaved updates: method -> [(wall us, CPU us)] per repeat. Methods are compiled before, by `gradients_by`."""
         samples: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
         for repeat in range(repeats):
             for position, name in enumerate(methods):

@@ -15,7 +15,18 @@ from hilore_cli.codecs import get_codec, payload_bytes
 from hilore_cli.models import decoder_layers
 from hilore_cli.profiler import batch_identity
 from hilore_cli.runtime import Handle, attach_patterns
-from hilore_cli.schema import Budgets, FrozenPlan, LayerClass, Pattern, Plan, Prediction, SolverRecord, Variant, freeze
+from hilore_cli.schema import (
+    BatchId,
+    Budgets,
+    FrozenPlan,
+    LayerClass,
+    Pattern,
+    Plan,
+    Prediction,
+    SolverRecord,
+    Variant,
+    freeze,
+)
 
 LIMIT = 2**30
 
@@ -128,6 +139,7 @@ def hand_made_plan(model: nn.Module, micro_batch: MicroBatch, patterns: dict[str
         profile_digest="0" * 16,
         model=model_identity(model, source="tiny"),
         batch=batch_identity(micro_batch, source="synthetic", task="none"),
+        graph_digests=[],
         head=head,
         budgets=Budgets(mem_cap="1.1x-gc", cap_bytes=cap_bytes, risk=risk, codecs=["int8"], max_patterns=8),
         patterns=patterns,
@@ -146,6 +158,8 @@ def frozen_plan(model: nn.Module, patterns: dict[str, Pattern], layers: list[str
             name="hand-made",
             plan_digest="0" * 16,
             model=model_identity(model, source="tiny"),
+            batch=BatchId(source="synthetic", digest="0" * 16, task="none", rows=1, length=max_tokens, tokens=max_tokens, loss_tokens=1, group_size=1),
+            graph_digests=[],
             head="chunked",
             budgets=Budgets(mem_cap="1.1x-gc", cap_bytes=10**12, risk=1.0, codecs=["int8"], max_patterns=8),
             patterns=patterns,

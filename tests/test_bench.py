@@ -13,7 +13,7 @@ from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.bench import apply_plan, gradient_error, layers_for, paired_interval, run_bench
 from hilore_cli.errors import PlanMismatchError
 from hilore_cli.models import decoder_layers
-from hilore_cli.schema import FrozenPlan, Pattern, Variant, load_frozen_plan, save_json
+from hilore_cli.schema import Pattern, Variant, load_frozen_plan, save_json
 
 PATTERNS = {"A": Pattern(actions={"mlp.gate_proj.mm": "compress:int8", "add": "store"})}
 BATCH, HELDOUT = (synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=8, completion_tokens=16, group_size=4, seed=seed) for seed in (0, 1))
@@ -122,9 +122,20 @@ def test_gradient_error_is_zero_only_when_bitwise_equal() -> None:
     assert gradient_error({"w": tiny}, exact) > 0
 
 
-def test_layers_for_takes_the_smallest_variant_that_fits(applied) -> None:
-    _, frozen = applied
-    plan: FrozenPlan = frozen.model_copy(update={"variants": [Variant(max_tokens=96, layers=["A", "A"]), Variant(max_tokens=32, layers=["B", "B"])]})
-    assert [layers_for(plan, tokens)[0] for tokens in (1, 32, 33, 96)] == ["B", "B", "A", "A"]
-    with pytest.raises(PlanMismatchError, match=r"up to 96 tokens, the micro-batch has 97"):
-        layers_for(plan, 97)
+def test_layers_for_takes_the_smallest_variant_that_fits() -> None:
+    variants = [Variant(max_tokens=96, max_length=48, layers=["A", "A"]), Variant(max_tokens=32, layers=["B", "B"])]
+
+    def of(rows: int, length: int) -> str:
+        return layers_for("p", variants, synthetic_micro_batch(vocab_size=50, rows=rows, prompt_tokens=length // 2, completion_tokens=length - length // 2, group_size=1, seed=0))[0]
+
+    assert [of(2, 4), of(1, 32), of(1, 33), of(2, 48)] == ["B", "B", "A", "A"]
+    with pytest.raises(PlanMismatchError, match=r"up to 96 tokens in rows of up to 48, the micro-batch has 100 in rows of 25"):
+        of(4, 25)
+    with pytest.raises(PlanMismatchError, match="60 in rows of 60"):
+        of(1, 60)
+
+
+def test_gradient_that_is_not_finite_is_refused() -> None:
+    exact = {"w": torch.ones(2)}
+    with pytest.raises(PlanMismatchError, match="not finite"):
+        gradient_error({"w": torch.tensor([1.0, float("nan")])}, exact)

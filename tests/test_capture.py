@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import build_tiny
-from steps_for_tests import Captured, capture, make_ids
+from steps_for_tests import Captured, capture, frozen_plan, make_ids
 from torch import nn
 
 from hilore_cli.capture import (
@@ -19,8 +19,9 @@ from hilore_cli.capture import (
     storage_owners,
 )
 from hilore_cli.errors import CaptureError
-from hilore_cli.models import decoder_layers
+from hilore_cli.models import decoder_layers, unwrapped
 from hilore_cli.partition import compile_layer, compiler_settings
+from hilore_cli.runtime import attach
 from hilore_cli.schema import Pattern
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -169,19 +170,26 @@ def test_identity_is_of_what_the_graph_depends_on() -> None:
         assert getattr(model_identity(model, source="a"), field) != getattr(base, field), field
 
 
-def test_identity_through_wrappers() -> None:
-    """DDP and torch.compile put prefixes before parameter names; the plan stays the plan."""
+def test_attach_through_ddp(tmp_path) -> None:
+    """The plan of a model is attached to the same model inside DistributedDataParallel: the layers are the model's own."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = build_tiny("llama")
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        assert unwrapped(wrapped) is model
+        layers = decoder_layers(model)
+        with attach(wrapped, frozen_plan(model, {"A": Pattern()}, ["A"] * len(layers), max_tokens=64)):
+            assert all("_hilore" in vars(layer) for _, layer in layers)
+    finally:
+        torch.distributed.destroy_process_group()
 
-    class Wrapper(nn.Module):
-        def __init__(self, model) -> None:
-            super().__init__()
-            self.module, self.config = model, model.config
-            self.get_decoder = model.get_decoder
 
+def test_special_token_ids_are_not_part_of_the_identity() -> None:
+    """Trainers write their tokenizer's ids into the configuration."""
     model = build_tiny("llama")
-    inside, outside = model_identity(model, source="a"), model_identity(Wrapper(model), source="a")
-    assert inside.model_dump(exclude={"architecture"}) == outside.model_dump(exclude={"architecture"})
-    assert [layer for _, layer in decoder_layers(Wrapper(model))] == [layer for _, layer in decoder_layers(model)]
+    before = model_identity(model, source="a")
+    model.config.pad_token_id = 7
+    assert model_identity(model, source="a") == before
 
 
 def test_identity_of_lora() -> None:

@@ -382,8 +382,8 @@ def test_newest_breaks_ties_by_name(tmp_path):
 
 def test_names():
     assert cli.file_safe("HuggingFaceTB/SmolLM2 135M-math") == "HuggingFaceTB-SmolLM2-135M-math"
-    assert cli.split_codecs("int8, int4,,int8") == ["int8", "int4"]
-    assert cli.split_codecs("") == []
+    assert cli.split_names("int8, int4,,int8") == ["int8", "int4"]
+    assert cli.split_names("") == []
 
 
 @pytest.mark.parametrize("tokens", [64, 1000, 1024, 4096, 16384])

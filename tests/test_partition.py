@@ -10,7 +10,9 @@ from torch import Tensor
 
 from hilore_cli import codecs
 from hilore_cli.errors import CodecError
-from hilore_cli.risk import LayerCall, LayerReplay
+from hilore_cli.grpo import relative_error
+from hilore_cli.models import decoder_layers
+from hilore_cli.risk import LayerCall, LayerReplay, candidate_units
 from hilore_cli.runtime import attach_patterns
 from hilore_cli.schema import Pattern, Variant
 
@@ -127,3 +129,19 @@ def test_promised_strides_are_checked() -> None:
     x = torch.randn(4, 8, 16)
     with pytest.raises(CodecError, match="was promised strides"):
         torch.ops.hilore.compress.default(x.transpose(1, 2), "int8", x.stride())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe"])
+def test_compressed_plans_on_other_families(family: str) -> None:
+    """Every unit worth a codec is compressed in every layer: gradients change, and by no more than int8 explains."""
+    torch.set_num_threads(1)
+    model = build_tiny(family)
+    batch = make_ids(2, 24, padded=True)
+    exact = step_gradients(model, *batch)
+    units = candidate_units(capture(model, *batch).layer_class)
+    assert len(units) >= 6
+    layers = len(decoder_layers(model))
+    pattern = Pattern(actions={unit: "compress:int8" for unit in units})
+    with attach_patterns(model, patterns={"p": pattern}, variants=[Variant(max_tokens=10**6, layers=["p"] * layers)], name="test"):
+        lossy = step_gradients(model, *batch)
+    assert 0 < relative_error(lossy, exact) < 0.1

@@ -17,7 +17,7 @@ def test_parse_bytes(text, nbytes):
     assert parse_cap(text).resolve(gc_bytes=1, none_bytes=2) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "40", "GiB", "-1GiB", "0GiB", "1,5GiB", "nanGiB", "infGiB", "1.2.3GB", "40GiBs"])
+@pytest.mark.parametrize("text", ["", "40", "GiB", "-1GiB", "0GiB", "1,5GiB", "nanGiB", "infGiB", "1.2.3GB", "40GiBs", "40iB", "1e400GiB"])
 def test_unreadable_bytes_name_the_text_and_an_example(text):
     with pytest.raises(UsageError, match=r"is not understood.*40GiB") as error:
         parse_bytes(text)
@@ -29,7 +29,7 @@ def test_ratios_are_rounded_down(text, nbytes):
     assert parse_cap(text).resolve(gc_bytes=1000, none_bytes=2000) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "1.1", "1.1gc", "x-gc", "0x-gc", "-1x-gc", "1.1x-all", "nanx-gc", "1.1x-gc or so", "40"])
+@pytest.mark.parametrize("text", ["", "1.1", "1.1gc", "x-gc", "0x-gc", "-1x-gc", "1.1x-all", "nanx-gc", "1.1x-gc or so", "40", "40iB", "9" * 400 + "x-gc"])
 def test_unreadable_caps_name_the_text_and_the_forms(text):
     with pytest.raises(UsageError, match=r"1\.1x-gc, 0\.9x-none or a size such as 40GiB") as error:
         parse_cap(text)
