@@ -98,14 +98,14 @@ class Solution:
 
 
 def time_scale(profile: Profile) -> float:
-    """Microseconds of the step for each microsecond of node time: T_recompute - T_store over all replayed node times.
+    """Microseconds of the step for each microsecond of node time: T_recompute - T_none over all replayed node times.
 
-    1 when the measured steps do not tell (recompute-all not slower than store-all: noise on a tiny model).
+    1 when the measured steps do not tell (recompute-all not slower than no checkpointing: noise on a tiny model).
     """
     replay_us = {c.name: simulate_layer(c, Pattern(), payload_bytes=_no_payload).recompute_us for c in profile.classes}
     classes = [class_of_layer(profile, row.index) for row in profile.layers]
     replayed = sum(replay_us[c.name] for c in classes if c is not None)
-    span = profile.times.recompute_us - profile.times.store_us
+    span = profile.times.recompute_us - profile.times.none_us
     return span / replayed if replayed > 0 and span > 0 else 1.0
 
 
@@ -165,7 +165,7 @@ class _Planner:
         return Solution(assignment=found, bound_ns=min(bound_ns, found.cost_ns), resolves=resolves, reproducible=reproducible and found.reproducible)
 
     def is_close(self, found: Assignment | None, bound_ns: float) -> bool:
-        return found is not None and found.cost_ns - bound_ns <= GAP_OF_STEP * (self.profile.times.store_us * 1000 + found.cost_ns)
+        return found is not None and found.cost_ns - bound_ns <= GAP_OF_STEP * (self.profile.times.none_us * 1000 + found.cost_ns)
 
     def with_fewer_patterns(self, found: Assignment, *, cap_bytes: int, budget: float, bound_ns: float) -> Assignment:
         """Fewer patterns when that stays within the gap of the bound, or costs less than half of it."""
@@ -173,7 +173,7 @@ class _Planner:
             fewer = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=limit)
             if fewer is None:
                 continue
-            near = fewer.cost_ns - found.cost_ns <= GAP_OF_STEP / 2 * (self.profile.times.store_us * 1000 + found.cost_ns)
+            near = fewer.cost_ns - found.cost_ns <= GAP_OF_STEP / 2 * (self.profile.times.none_us * 1000 + found.cost_ns)
             if near or self.is_close(fewer, bound_ns):
                 return fewer
         return found
@@ -183,7 +183,7 @@ class _Planner:
     def program(self, layer: int, budget: float, codecs: tuple[str, ...], *, replayed: bool = False) -> LayerProgram:
         key = (layer, budget, codecs, replayed)
         if key not in self._programs:
-            self._programs[key] = build_layer_program(self.classes[layer], self.units[layer].values(), codecs=codecs, scale=self.scale, risk_budget=budget, negligible_ns=round(NEGLIGIBLE_OF_STEP * self.profile.times.store_us * 1000), replayed=replayed)
+            self._programs[key] = build_layer_program(self.classes[layer], self.units[layer].values(), codecs=codecs, scale=self.scale, risk_budget=budget, negligible_ns=round(NEGLIGIBLE_OF_STEP * self.profile.times.none_us * 1000), replayed=replayed)
         return self._programs[key]
 
     def fixed_bytes(self) -> int:
@@ -206,7 +206,7 @@ class _Planner:
         )
 
     def gap_ns(self) -> int:
-        return round(GAP_OF_STEP * self.profile.times.store_us * 1000)
+        return round(GAP_OF_STEP * self.profile.times.none_us * 1000)
 
     # ----------------------------------------------------------------------------------------------------- candidates
 
@@ -367,7 +367,7 @@ class _Planner:
         return Prediction(
             peak_bytes=step.peak_bytes,
             binding_moment=step.binding_moment,
-            step_us=times.store_us + self.scale * step.recompute_us + codec_us,
+            step_us=times.none_us + self.scale * step.recompute_us + codec_us,
             gc_us=times.gc_us,
             none_us=times.none_us,
             gc_peak_bytes=peaks.gc_bytes,
@@ -386,7 +386,7 @@ class _Planner:
             status="optimal within the gap" if self.is_close(solution.assignment, solution.bound_ns) else "feasible",
             objective_us=objective_us,
             bound_us=solution.bound_ns / 1000,
-            gap_of_step=(objective_us - solution.bound_ns / 1000) / (self.profile.times.store_us + objective_us),
+            gap_of_step=(objective_us - solution.bound_ns / 1000) / (self.profile.times.none_us + objective_us),
             candidates=len(self.candidates),
             resolves=solution.resolves,
             reproducible=solution.reproducible,

@@ -84,11 +84,11 @@ def print_error(message: str) -> None:
 
 
 def profile_view(profile: Profile) -> RenderableType:
-    """Peaks and times of the four whole-step methods, units by risk, and the memory account."""
+    """Peaks and times of the whole-step methods, units by risk, and the memory account."""
     times, peaks = profile.times, profile.peaks
     measured_peaks = {"none": peaks.none_bytes, "gc": peaks.gc_bytes}
     methods = _table("method", "step >", "vs GC >", "peak >", "vs GC >", title=f"whole updates, median of {times.repeats}, {_threads(times.threads)}")
-    labels = {"none": "no checkpointing", "gc": "checkpointing (GC)", "store": "hilore, all stored", "recompute": "hilore, all recomputed"}
+    labels = {"none": "no checkpointing", "gc": "checkpointing (GC)", "recompute": "hilore, all recomputed"}
     for key, label in labels.items():
         step_us, peak_bytes = getattr(times, f"{key}_us"), measured_peaks.get(key)
         size = ("", "") if peak_bytes is None else (format_bytes(peak_bytes), f"{peak_bytes / peaks.gc_bytes:.3f} x")

@@ -161,7 +161,6 @@ class StepTimes(Strict):
 
     none_us: float
     gc_us: float
-    store_us: float = Field(description="the runtime with everything stored")
     recompute_us: float = Field(description="the runtime with everything recomputed")
     repeats: int
     threads: int

@@ -120,7 +120,7 @@ def make_profile(
         seed=0,
         gradient_norm=1.0,
         account=Account(weights_bytes=static_bytes // 4, gradients_bytes=static_bytes // 4, optimizer_bytes=static_bytes - 2 * (static_bytes // 4), shared_bytes=0, head_bytes=head_bytes, tail_bytes=0, update_bytes=0),
-        times=StepTimes(none_us=store_us, gc_us=store_us + 1.1 * replay_us, store_us=store_us, recompute_us=store_us + replay_us, repeats=3, threads=1),
+        times=StepTimes(none_us=store_us, gc_us=store_us + 1.1 * replay_us, recompute_us=store_us + replay_us, repeats=3, threads=1),
         peaks=StepPeaks(none_bytes=none_bytes, gc_bytes=gc_bytes),
         kappa=kappa,
         calibration=[CalibrationPair(label="invented", predicted_rho2=1e-4, measured_rel_error=1.05e-2)],
