@@ -31,17 +31,16 @@ from hilore_cli.schema import Pattern
 HAS_ISOLATE_RECOMPILES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
-def compile_layer(forward: Callable[..., Any], *, pattern: Pattern, on_split: Callable[[JointGraph], None], on_graphs: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None, run: Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]] | None = None) -> Callable[..., Any]:
+def compile_layer(forward: Callable[..., Any], *, pattern: Pattern, on_split: Callable[[JointGraph], Pattern | None], on_graphs: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None, run: Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]] | None = None) -> Callable[..., Any]:
     """`type(layer).forward` compiled once for one pattern; the layer is the first argument, so layers share the graphs.
 
-    `on_split` is told of every joint graph before it is split, and proves that the plan is on (torch runs a layer eagerly
+    `on_split` is told of every joint graph before it is split, may answer with another pattern for it, and proves that the plan is on (torch runs a layer eagerly
     without a word under a dispatch mode or after an early exception). `run` may wrap the generated code ("forward" or "backward").
     """
 
     def partition(module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint = JointGraph(module=module, num_fwd_outputs=num_fwd_outputs, static_indices=frozenset(static_lifetime_input_indices or ()))
-        on_split(joint)
-        graphs = split_joint(joint, joint_inputs, pattern=pattern, static_lifetime_input_indices=static_lifetime_input_indices, **rest)
+        graphs = split_joint(joint, joint_inputs, pattern=on_split(joint) or pattern, static_lifetime_input_indices=static_lifetime_input_indices, **rest)
         if on_graphs is not None:
             on_graphs(*graphs)
         return graphs

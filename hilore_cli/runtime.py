@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.utils import PushToHubMixin
 
-from hilore_cli.capture import JointGraph, graph_digest, model_identity
+from hilore_cli.capture import JointGraph, graph_digest, model_identity, unit_keys
 from hilore_cli.errors import CaptureError, HiloreError, PlanMismatchError
 from hilore_cli.models import decoder_layers, unwrapped
 from hilore_cli.partition import compile_layer, compiler_settings
@@ -46,6 +48,8 @@ def attach(model: nn.Module, plan: FrozenPlan) -> Handle:
     those of the plan, or when a plan is attached already.
     """
     model = unwrapped(model)
+    if not isinstance(model, (PreTrainedModel, PushToHubMixin)):
+        raise PlanMismatchError(f"plan {plan.name}: {type(model).__name__} is not a transformers or PEFT model; attach to the model itself, before or after wrapping")
     check_identity(model_identity(model, source=plan.model.source), plan.model, name=plan.name)
     fqns = [fqn for fqn, _ in decoder_layers(model)]
     if len(fqns) != len(plan.layer_fqns):
@@ -201,12 +205,19 @@ class Program:
             self._compiled[key] = compile_layer(layer_type.forward, pattern=self.patterns[name], on_split=lambda joint: self._count(name, joint), run=self._run)
         return self._compiled[key]
 
-    def _count(self, name: str, joint: JointGraph) -> None:
+    def _count(self, name: str, joint: JointGraph) -> Pattern | None:
+        """Note a split; a graph that was not profiled and lacks units of the pattern is recomputed whole instead."""
         self.splits[name] += 1
         if self._graph_digests and graph_digest(joint) not in self._graph_digests:
-            self.warn_once("graph", "a layer's graph is not one that was profiled (another mask, precision, mode or version); the plan is carried out by unit names, its peak and gradient error hold for the profiled graph only. Profile the model as it is run")
+            foreign = "a layer's graph is not one that was profiled (no padding where there was some, another precision, mode or version)"
+            missing = set(self.patterns[name].actions) - set(unit_keys(joint).values())
+            if missing:
+                self.warn_once("units", f"{foreign} and has no unit {sorted(missing)[0]!r}; such layers are recomputed whole, exactly. Profile the model as it is run")
+                return Pattern()
+            self.warn_once("graph", f"{foreign}; the plan is carried out by unit names, its peak and gradient error hold for the profiled graph only. Profile the model as it is run")
         if self._on_split is not None:
             self._on_split(joint)
+        return None
 
 
 class LayerHandle:

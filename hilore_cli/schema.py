@@ -538,7 +538,8 @@ def _check_version(document: dict[str, Any], model: type[Strict], path: Path, er
     expected_format = model.model_fields["format"].default
     expected_version = model.model_fields["version"].default
     if document.get("format") != expected_format:
-        raise error(f"{path}: format is {document.get('format')!r}, {expected_format!r} is expected")
+        hint = "; bind it first with `hilore apply`" if document.get("format") == "hilore-plan" else f"; {remedy}"
+        raise error(f"{path}: format is {document.get('format')!r}, {expected_format!r} is expected{hint}")
     if document.get("version") != expected_version:
         raise error(f"{path}: version {document.get('version')!r} of {expected_format}, this hilore reads version {expected_version}; {remedy}")
 

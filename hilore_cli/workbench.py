@@ -18,8 +18,9 @@ from torch import Tensor, fx, nn
 
 from hilore_cli.batches import MicroBatch
 from hilore_cli.capture import JointGraph
+from hilore_cli.errors import ProfileError
 from hilore_cli.grpo import GrpoConfig, actor_update, gradients, make_optimizer
-from hilore_cli.models import decoder_layers
+from hilore_cli.models import decoder_layers, text_decoder
 from hilore_cli.peak import measure_peak, static_bytes_of
 from hilore_cli.runtime import Handle, Program, attach_patterns
 from hilore_cli.schema import Pattern, Variant
@@ -40,6 +41,9 @@ class Workbench:
         self.optimizer = make_optimizer(model, self.config)
         self.layers = decoder_layers(model)
         self.device = next(model.parameters()).device
+        vocabulary = text_decoder(model).get_input_embeddings().weight.shape[0]
+        if (largest := int(micro_batch.input_ids.max())) >= vocabulary:
+            raise ProfileError(f"micro-batch: holds token id {largest}, the model's vocabulary has {vocabulary}; record it with this model's tokenizer (hilore rollout)")
         self.recorder = Recorder()
         self._handles: dict[str, Handle] = {}
         self._compiled: set[str] = set()

@@ -38,7 +38,7 @@ def test_apply_measures_and_freezes(applied, tmp_path) -> None:
     assert 0 < measured.rel_error < 0.05
     assert measured.gc_peak_bytes > 0
     assert measured.peak_bytes > 4 * sum(p.numel() * 4 for p in model.parameters()) * 0.99, "weights, gradients and two moments are in it"
-    assert frozen.variants == [Variant(max_tokens=96, layers=["A", "A"])]
+    assert frozen.variants == [Variant(max_tokens=96, max_length=24, layers=["A", "A"])]
     assert frozen.layer_fqns == ["model.layers.0", "model.layers.1"]
     save_json(frozen, tmp_path / "plan.json")
     assert load_frozen_plan(tmp_path / "plan.json") == frozen
@@ -71,7 +71,7 @@ def test_apply_refuses_other_models_and_larger_batches(applied) -> None:
     with pytest.raises(PlanMismatchError, match="made for dtype float32"):
         apply_plan(build_tiny("llama", dtype=torch.bfloat16), plan, BATCH, heldout=None, emit_anyway=False, progress=silent)
     larger = synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=8, completion_tokens=20, group_size=4, seed=0)
-    with pytest.raises(PlanMismatchError, match=r"up to 96 tokens, the micro-batch has 112.*--tokens 112"):
+    with pytest.raises(PlanMismatchError, match=r"up to 96 tokens in rows of up to 24, the micro-batch has 112 in rows of 28"):
         apply_plan(model, plan, BATCH, heldout=larger, emit_anyway=False, progress=silent)
 
 
@@ -123,16 +123,16 @@ def test_gradient_error_is_zero_only_when_bitwise_equal() -> None:
 
 
 def test_layers_for_takes_the_smallest_variant_that_fits() -> None:
-    variants = [Variant(max_tokens=96, max_length=48, layers=["A", "A"]), Variant(max_tokens=32, layers=["B", "B"])]
+    variants = [Variant(max_tokens=200, max_length=48, layers=["A", "A"]), Variant(max_tokens=32, layers=["B", "B"])]
 
     def of(rows: int, length: int) -> str:
-        return layers_for("p", variants, synthetic_micro_batch(vocab_size=50, rows=rows, prompt_tokens=length // 2, completion_tokens=length - length // 2, group_size=1, seed=0))[0]
+        return layers_for("p", variants, synthetic_micro_batch(vocab_size=50, rows=rows, prompt_tokens=length // 2, completion_tokens=length - length // 2, group_size=2, seed=0))[0]
 
-    assert [of(2, 4), of(1, 32), of(1, 33), of(2, 48)] == ["B", "B", "A", "A"]
-    with pytest.raises(PlanMismatchError, match=r"up to 96 tokens in rows of up to 48, the micro-batch has 100 in rows of 25"):
-        of(4, 25)
-    with pytest.raises(PlanMismatchError, match="60 in rows of 60"):
-        of(1, 60)
+    assert [of(2, 4), of(2, 16), of(2, 17), of(4, 48)] == ["B", "B", "A", "A"]
+    with pytest.raises(PlanMismatchError, match=r"up to 200 tokens in rows of up to 48, the micro-batch has 240 in rows of 24"):
+        of(10, 24)
+    with pytest.raises(PlanMismatchError, match="120 in rows of 60"):
+        of(2, 60)
 
 
 def test_gradient_that_is_not_finite_is_refused() -> None:

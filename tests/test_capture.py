@@ -143,7 +143,7 @@ def test_layer_that_writes_into_a_buffer_is_refused() -> None:
             return self.linear(x) * self.seen
 
     layer = Counting()
-    compiled = compile_layer(type(layer).forward, pattern=Pattern(), on_split=lambda joint: describe_joint(joint, name="A"))
+    compiled = compile_layer(type(layer).forward, pattern=Pattern(), on_split=lambda joint: describe_joint(joint, name="A") and None)
     with compiler_settings(), pytest.raises(Exception, match="writes into a buffer") as caught:
         compiled(layer, torch.randn(2, 3, 8, requires_grad=True)).sum().backward()
     assert isinstance(getattr(caught.value, "inner_exception", None) or caught.value, CaptureError)
