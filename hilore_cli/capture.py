@@ -17,9 +17,8 @@ from torch import fx
 
 from hilore_cli.errors import CaptureError
 from hilore_cli.models import decoder_layers
-from hilore_cli.schema import GraphNode, LayerClass, ModelId
+from hilore_cli.schema import INPUT_UNIT, GraphNode, LayerClass, ModelId
 
-INPUT_UNIT = "input"
 MIN_NUMEL_PER_TOKEN = 32
 """A value with fewer elements a token (log-sum-exp, rstd) gains nothing from a codec's groups: stored or recomputed."""
 

@@ -24,6 +24,9 @@ PLAN_VERSION = 1
 FROZEN_VERSION = 1
 BENCH_VERSION = 1
 
+INPUT_UNIT = "input"
+"""Key of the one recovery unit that no operator makes: the layer's input."""
+
 
 class Strict(BaseModel):
     """Base of all records: frozen, no unknown keys, no NaN or infinity."""

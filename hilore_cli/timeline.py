@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from hilore_cli.errors import PlanMismatchError, ProfileError
 from hilore_cli.schema import GraphNode, LayerClass, Pattern, Profile
 
-INPUT_UNIT = "input"
 PayloadBytes = Callable[[str, str], int]
 """(unit, codec) -> bytes of the payload."""
 
