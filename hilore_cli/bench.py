@@ -8,7 +8,7 @@ with torch's early stop.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from math import comb
 from statistics import median
@@ -16,49 +16,61 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from hilore_cli.batches import MicroBatch
+from hilore_cli.batches import MicroBatch, require_gradient, skip_zero_rows
 from hilore_cli.capture import model_identity
 from hilore_cli.errors import PlanMismatchError
-from hilore_cli.grpo import config_of, relative_error
+from hilore_cli.grpo import GrpoConfig, relative_error
 from hilore_cli.models import decoder_layers
-from hilore_cli.profiler import batch_identity, describe_machine
+from hilore_cli.profiler import batch_identity, describe_machine, update_digest
 from hilore_cli.runtime import check_identity
-from hilore_cli.schema import BenchReport, FrozenPlan, Measurement, MethodRow, Outcome, Plan, Variant, digest_of, freeze
+from hilore_cli.schema import (
+    BenchReport,
+    FrozenPlan,
+    Measurement,
+    MethodRow,
+    Outcome,
+    Plan,
+    Variant,
+    digest_of,
+    freeze,
+    variant_for,
+)
 from hilore_cli.sizes import format_bytes
-from hilore_cli.workbench import Progress, Workbench
+from hilore_cli.workbench import SKIP, Progress, Workbench
 
-UNIFORM_METHODS = ("store", "recompute")
 SMALLEST_ERROR = 1e-300
 """What an error that rounds to zero is reported as when gradients are not bitwise equal."""
 
 
-def apply_plan(model: nn.Module, plan: Plan, micro_batch: MicroBatch, *, heldout: MicroBatch | None, emit_anyway: bool, progress: Progress, name: str | None = None) -> FrozenPlan:
+def apply_plan(model: nn.Module, plan: Plan, batches: Sequence[MicroBatch], *, heldout: Sequence[MicroBatch] = (), emit_anyway: bool, progress: Progress, name: str | None = None) -> FrozenPlan:
     """Bind a plan to a model: check the fingerprint, run one update under it, compare with the prediction, freeze.
 
-    The peak is measured on `micro_batch`; the gradient error on `heldout` when there is one. Raises PlanMismatchError with
-    the figures when the dry run misses the cap or the risk budget, unless `emit_anyway`.
+    The peak is measured on `batches`, the micro-batches of one update; the gradient error of all together on `heldout` when
+    there are any. Raises PlanMismatchError with the figures when the dry run misses the cap or the risk budget, unless
+    `emit_anyway`.
     """
     check_identity(model_identity(model, source=plan.model.source), plan.model, name=plan.name)
     fqns = [fqn for fqn, _ in decoder_layers(model)]
-    variant = Variant(max_tokens=plan.batch.tokens, max_length=plan.batch.length, layers=plan.layers)
-    judge = heldout or micro_batch
-    for batch in (micro_batch, judge):
+    judges = list(heldout) or list(batches)
+    require_gradient(judges)
+    for batch in (*batches, *judges):
         batch.validate()
-        layers_for(plan.name, [variant], batch)
-    bench = Workbench(model, micro_batch, config_of(micro_batch, head=plan.head))
-    bench.method("plan", plan.patterns, plan.layers)
+        check_size(plan.name, plan.variants, batch)
+    bench = Workbench(model, batches, GrpoConfig(head=plan.head))
+    variants = [Variant(**variant.model_dump(include=set(Variant.model_fields))) for variant in plan.variants]
+    bench.add_plan("plan", plan.patterns, variants, micro_batches=plan.update.micro_batches, rule=plan.budgets.exposure_rule)
     progress("dry run: gradients", 0, 3)
-    bench.micro_batch = judge
+    bench.batches = judges
     exact = bench.gradients_by("gc")
     error = gradient_error(bench.gradients_by("plan"), exact)
     del exact
-    bench.micro_batch = micro_batch
+    bench.batches = list(batches)
     progress("dry run: peak of the plan", 1, 3)
     peak = bench.peak_bytes("plan")
     progress("dry run: peak of checkpointing", 2, 3)
-    profiled = batch_identity(micro_batch, source="", task="").digest == plan.batch.digest
-    gc_peak = plan.predicted.gc_peak_bytes if profiled else bench.peak_bytes("gc")  # the profile measured it on this very update
-    measured = Measurement(peak_bytes=peak, gc_peak_bytes=gc_peak, rel_error=error, batch_digest=batch_identity(judge, source="", task="").digest, date=_today())
+    profiled = plan.batch.digest in {batch_identity(batch, source="", task="").digest for batch in batches}
+    gc_peak = plan.predicted.gc_peak_bytes if profiled else bench.peak_bytes("gc")  # the profile measured it on its largest micro-batch
+    measured = Measurement(peak_bytes=peak, gc_peak_bytes=gc_peak, rel_error=error, batch_digest=update_digest(judges), date=_today())
     if not emit_anyway:
         _refuse_miss(plan, measured)
     return freeze(
@@ -67,27 +79,40 @@ def apply_plan(model: nn.Module, plan: Plan, micro_batch: MicroBatch, *, heldout
             plan_digest=digest_of(plan),
             model=plan.model,
             batch=plan.batch,
+            sources=plan.sources,
             graph_digests=plan.graph_digests,
             head=plan.head,
             budgets=plan.budgets,
             patterns=plan.patterns,
             layer_fqns=fqns,
-            variants=[variant],
+            variants=variants,
+            micro_batches=plan.update.micro_batches,
             predicted=plan.predicted,
+            update=plan.update,
             measured=measured,
         )
     )
 
 
-def run_bench(model: nn.Module, plan: FrozenPlan, micro_batch: MicroBatch, *, source: str, task: str, repeats: int, progress: Progress, also: Sequence[str] = ()) -> BenchReport:
-    """none, gc, the plan and `also` ("store", "recompute": the runtime's two uniform plans): gradient errors, peaks, then `repeats`
-    interleaved updates of each. Raises PlanMismatchError.
+def run_bench(model: nn.Module, plan: FrozenPlan, batches: Sequence[tuple[str, MicroBatch]], *, repeats: int, progress: Progress, also: Sequence[str] = (), others: Mapping[str, FrozenPlan] | None = None, skip: bool = False) -> BenchReport:
+    """none, gc, the plan and more, on one update of the micro-batches (with their sources): gradient errors, peaks, then `repeats`
+    interleaved updates of each.
+
+    `also`: "store", "recompute" (the runtime's two uniform plans); `others`: further plans by the name of their row; `skip`: gc and
+    the plan once more without the rows of zero exposure. Raises PlanMismatchError, and UsageError where skipping is not exact.
     """
-    check_identity(model_identity(model, source=plan.model.source), plan.model, name=plan.name)
-    micro_batch.validate()
-    bench = Workbench(model, micro_batch, config_of(micro_batch, head=plan.head))
-    bench.method("plan", plan.patterns, layers_for(plan.name, plan.variants, micro_batch), plan.fallback)
-    methods = ("none", "gc", *also, "plan")
+    require_gradient([batch for _, batch in batches])
+    plans = {"plan": plan, **(others or {})}
+    bench = Workbench(model, [batch for _, batch in batches], GrpoConfig(head=plan.head))
+    for name, one in plans.items():
+        check_identity(model_identity(model, source=one.model.source), one.model, name=one.name)
+        for batch in bench.batches:
+            batch.validate()
+            check_size(one.name, one.variants, batch)
+        bench.add_plan(name, one.patterns, one.variants, fallback=one.fallback, micro_batches=one.micro_batches, rule=one.budgets.exposure_rule)
+    methods = ["none", "gc", *also, *plans, *([f"gc{SKIP}", f"plan{SKIP}"] if skip else [])]
+    if skip:
+        bench.skipping = skipped(bench.batches)
     errors, peaks = {}, {}
     exact: dict[str, Tensor] = {}
     for position, name in enumerate(methods):
@@ -100,39 +125,44 @@ def run_bench(model: nn.Module, plan: FrozenPlan, micro_batch: MicroBatch, *, so
         progress("measuring peaks", position, len(methods))
         peaks[name] = bench.peak_bytes(name)
     samples = bench.time_updates(methods, repeats=repeats, progress=progress)
-    rows = {name: _method_row(name, samples, peak=peaks[name], error=errors[name]) for name in methods}
-    ours = rows["plan"]
     clock = "cpu" if torch.get_num_threads() == 1 else "wall"
+    rows = {name: _method_row(name, samples, peak=peaks[name], error=errors[name], clock=clock) for name in methods}
+    ours = rows["plan"]
     gain = {name: row.cpu_speedup_vs_gc if clock == "cpu" else row.speedup_vs_gc for name, row in rows.items()}
     predicted = plan.predicted
+    several = len(batches) > 1
+    step_us, gc_us, rel_error = (plan.update.step_us, plan.update.gc_us, plan.update.rel_error) if several else (predicted.step_us, predicted.gc_us, predicted.rel_error)
     return BenchReport(
         plan=plan.name,
         plan_digest=plan.digest,
         date=_today(),
         machine=describe_machine(bench.device),
-        batch=batch_identity(micro_batch, source=source, task=task),
+        batches=[batch_identity(batch, source=source, task=str(batch.meta.get("task", ""))) for source, batch in batches],
         head=plan.head,
         repeats=repeats,
         clock=clock,
         methods=[rows[name] for name in methods],
         speedup_vs_gc=gain["plan"],
         ceiling_vs_gc=gain["none"],
-        recovered=recovered_share(gain["plan"], gain["none"]),
+        recovered=ours.recovered,
         peak_vs_gc=ours.peak_bytes / rows["gc"].peak_bytes,
         rel_error=ours.rel_error,
-        predicted=Outcome(peak_bytes=predicted.peak_bytes, step_us=predicted.step_us, rel_error=predicted.rel_error, speedup_vs_gc=predicted.speedup_vs_gc),
+        predicted=Outcome(peak_bytes=predicted.peak_bytes, step_us=step_us, rel_error=rel_error, speedup_vs_gc=gc_us / step_us),
         measured=Outcome(peak_bytes=ours.peak_bytes, step_us=ours.wall_us, rel_error=ours.rel_error, speedup_vs_gc=gain["plan"]),
     )
 
 
-def layers_for(plan: str, variants: Sequence[Variant], micro_batch: MicroBatch) -> list[str]:
-    """The patterns of the variant that a micro-batch runs under. Raises PlanMismatchError when it is above the largest."""
-    length = micro_batch.input_ids.shape[1]
-    for variant in sorted(variants, key=lambda v: v.max_tokens):
-        if variant.holds(tokens=micro_batch.tokens, length=length):
-            return variant.layers
-    largest = max(variants, key=lambda v: v.max_tokens)
-    raise PlanMismatchError(f"plan {plan}: holds for up to {largest.max_tokens} tokens in rows of up to {largest.max_length}, the micro-batch has {micro_batch.tokens} in rows of {length}; above it every layer is recomputed. Profile a micro-batch of this size")
+def check_size(plan: str, variants: Sequence[Variant], micro_batch: MicroBatch) -> None:
+    """Raise PlanMismatchError for a micro-batch above the plan's largest variant: every layer would be recomputed."""
+    length = micro_batch.shape[1]
+    if variant_for(variants, tokens=micro_batch.tokens, length=length) is None:
+        largest = max(variants, key=lambda v: v.max_tokens)
+        raise PlanMismatchError(f"plan {plan}: holds for up to {largest.max_tokens} tokens in rows of up to {largest.max_length}, the micro-batch has {micro_batch.tokens} in rows of {length}; above it every layer is recomputed. Profile a micro-batch of this size")
+
+
+def skipped(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches without their rows of zero exposure, those without any left out. Raises UsageError where that is not exact."""
+    return [kept for batch in batches if (kept := skip_zero_rows(batch)) is not None]
 
 
 def gradient_error(gradient: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
@@ -168,7 +198,9 @@ def _refuse_miss(plan: Plan, measured: Measurement) -> None:
         )
 
 
-def _method_row(name: str, samples: dict[str, list[tuple[float, float]]], *, peak: int, error: float) -> MethodRow:
+def _method_row(name: str, samples: dict[str, list[tuple[float, float]]], *, peak: int, error: float, clock: str) -> MethodRow:
+    which = 1 if clock == "cpu" else 0
+    recovered = [_recovered(gc[which], own[which], none[which]) for gc, own, none in zip(samples["gc"], samples[name], samples["none"], strict=True)]
     ratios = [gc / own for (gc, _), (own, _) in zip(samples["gc"], samples[name], strict=True)]
     cpu_ratios = [gc / own for (_, gc), (_, own) in zip(samples["gc"], samples[name], strict=True)]
     low, high = paired_interval(ratios)
@@ -185,12 +217,15 @@ def _method_row(name: str, samples: dict[str, list[tuple[float, float]]], *, pea
         cpu_speedup_vs_gc=median(cpu_ratios),
         cpu_speedup_low=cpu_low,
         cpu_speedup_high=cpu_high,
+        recovered=median(recovered),
+        recovered_low=paired_interval(recovered)[0],
+        recovered_high=paired_interval(recovered)[1],
     )
 
 
-def recovered_share(plan_gain: float, none_gain: float) -> float:
-    """(T_gc - T_plan) / (T_gc - T_none) from the two speed-ups over T_gc; 0 where checkpointing cost nothing."""
-    return (1 - 1 / plan_gain) / (1 - 1 / none_gain) if none_gain > 1 else 0.0
+def _recovered(gc: float, own: float, none: float) -> float:
+    """(T_gc - T_plan) / (T_gc - T_none); 0 where checkpointing cost nothing."""
+    return (gc - own) / (gc - none) if gc > none else 0.0
 
 
 def _today() -> str:

@@ -17,6 +17,7 @@ from torch import fx
 
 from hilore_cli.errors import CaptureError
 from hilore_cli.models import decoder_layers
+from hilore_cli.scaling import evaluate_terms
 from hilore_cli.schema import INPUT_UNIT, GraphNode, LayerClass, ModelId
 
 MIN_NUMEL_PER_TOKEN = 32
@@ -179,11 +180,6 @@ def graph_digest(joint: JointGraph) -> str:
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{position[n]}")
         lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {arguments}")
     return _sha("\n".join(lines))
-
-
-def evaluate_terms(terms: dict[str, int], *, batch: int, length: int) -> int:
-    """Value of a byte polynomial: keys are monomials such as '1', 's', 'bs', 'bss'."""
-    return sum(factor * batch ** key.count("b") * length ** key.count("s") for key, factor in terms.items())
 
 
 def model_identity(model: torch.nn.Module, *, source: str) -> ModelId:

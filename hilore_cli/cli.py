@@ -40,8 +40,9 @@ PROFILES = Path("profiles")
 PLANS = Path("plans")
 SHIPPED_MODEL = "smollm2-135m"
 SHIPPED_TASK = "math"
-SHIPPED_BATCH = "smollm2-math.parquet"
+SHIPPED_BATCHES = ("smollm2-math.parquet", "smollm2-math-calibration-0.parquet", "smollm2-math-calibration-1.parquet")
 SHIPPED_HELDOUT = "smollm2-math-heldout.parquet"
+EXPOSURE_RULES = ("logits", "squared", "scalar", "tokens")
 INTERRUPTED = 130
 
 CommandLineError: type[Exception] = typer.BadParameter.__base__
@@ -58,7 +59,7 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout; tables go to stderr.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes and no progress.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: torch's own.", show_default=False)]
-BatchFile = Annotated[Path | None, typer.Option("--batch", help="Recorded micro-batch (Parquet, from hilore rollout).", show_default=False)]
+BatchFiles = Annotated[list[Path] | None, typer.Option("--batch", help="Recorded micro-batches of one update: file of a trainer (hilore capture) or of hilore rollout, or a folder of them. May be repeated.", show_default=False)]
 ModelName = Annotated[str | None, typer.Option("--model", help="Preset, folder or hub id. Default: the plan's.", show_default=False)]
 
 
@@ -108,7 +109,7 @@ def profile_command(
     model: Annotated[str, typer.Option(help="Preset (smollm2-135m, llama-8b, ...), folder in Hugging Face format, or hub id.")],
     task: Annotated[str, typer.Option(help="math, or the name of a reasoning-gym generator.")] = SHIPPED_TASK,
     name: Annotated[str | None, typer.Option(help="Name of the folder in profiles/. Default: <model>-<task>.", show_default=False)] = None,
-    batch: BatchFile = None,
+    batch: BatchFiles = None,
     tokens: Annotated[int | None, typer.Option(min=64, help="Without --batch: about so many tokens (padding included) are sampled. Default: 1024.", show_default=False)] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     lora: Annotated[int | None, typer.Option(min=1, help="LoRA rank; without it everything is trained.", show_default=False)] = None,
@@ -126,35 +127,31 @@ def profile_command(
     name = file_name(name) if name is not None else file_safe(f"{model.rstrip('/').rsplit('/', 1)[-1]}-{task}")
     chosen = split_names(codecs)
     from hilore_cli.codecs import get_codec
-    from hilore_cli.grpo import GrpoConfig, config_of
+    from hilore_cli.grpo import GrpoConfig
     from hilore_cli.models import load_model, resolve_model
     from hilore_cli.profiler import ProfileRequest, profile_update
 
     for codec in chosen:
         get_codec(codec)
-    GrpoConfig(head=head)  # an unknown head is told before a model is loaded
+    config = GrpoConfig(head=head)  # an unknown head is told before a model is loaded
     set_threads(threads)
-    shipped = model == SHIPPED_MODEL and task == SHIPPED_TASK and batch is None and tokens is None
-    if batch is None and not shipped:
+    shipped = model == SHIPPED_MODEL and task == SHIPPED_TASK and not batch and tokens is None
+    if not batch and not shipped:
         check_task(task)
     resolve_model(model)
-    source = str(batch) if batch is not None else SHIPPED_BATCH
-    if batch is not None or shipped:
-        micro_batch = load_batch(source)
+    sources = [str(path) for path in batch] if batch else list(SHIPPED_BATCHES)
+    if batch or shipped:
+        batches = load_batches(sources)
         if shipped:
-            reporter.note(f"micro-batch: the {micro_batch.tokens} tokens that come with hilore for this model and task ({SHIPPED_BATCH})")
+            reporter.note(f"micro-batches: {len(batches)} that come with hilore for this model and task, of up to {max(mb.tokens for _, mb in batches)} tokens")
     loaded = load_model(model, dtype=dtype, lora_rank=lora, seed=seed)
     folder = PROFILES / name
-    if batch is None and not shipped:
-        micro_batch = sample_batch(loaded, model, task, tokens=tokens or 1024, seed=seed, reporter=reporter)
-        source = str(PROFILES / f"{name}.parquet")
-        from hilore_cli.batches import save_micro_batch
-
-        save_micro_batch(source, micro_batch)
-        reporter.note(f"micro-batch: {micro_batch.tokens} tokens of real rollouts, kept as {source}")
-    request = ProfileRequest(name=name, source=model, task=task, batch_source=source, codecs=chosen, config=config_of(micro_batch, head=head), seed=seed, repeats=repeats)
+    if not batch and not shipped:
+        batches = sample_batches(loaded, model, task, tokens=tokens or 1024, seed=seed, name=name, reporter=reporter)
+        sources = [source for source, _ in batches]
+    request = ProfileRequest(name=name, source=model, task=task, sources=sources, codecs=chosen, config=config, seed=seed, repeats=repeats)
     with reporter.progress() as progress:
-        profile = profile_update(loaded, micro_batch, request, folder=folder, progress=progress)
+        profile = profile_update(loaded, batches, request, folder=folder, progress=progress)
     reporter.result(report.profile_view(profile), lambda: profile_document(folder))
     reporter.note(f"written: {folder}/; next: hilore plan {folder} --mem-cap 1.1x-gc --risk 0.015")
 
@@ -165,7 +162,9 @@ def plan_command(
     mem_cap: Annotated[str, typer.Option(help="Cap on the peak of a whole update: 1.1x-gc (times the checkpointing peak), 0.9x-none, or 40GiB.")] = "1.1x-gc",
     risk: Annotated[float, typer.Option(help="Largest relative gradient error; 0 gives an exact plan.")] = 0.015,
     codecs: Annotated[str | None, typer.Option(help="Codecs to use, comma-separated. Default: those of the profile.", show_default=False)] = None,
-    max_patterns: Annotated[int, typer.Option(min=1, help="Most distinct patterns; each is compiled once.")] = 8,
+    max_patterns: Annotated[int, typer.Option(min=1, help="Most distinct patterns of a variant; each is compiled once.")] = 8,
+    variants: Annotated[bool, typer.Option("--variants/--one-variant", help="Variants by size and exposure of the micro-batch, where the profile has several; or one for all.")] = True,
+    weigh: Annotated[str | None, typer.Option(help="What a micro-batch's part in the update is taken to go with: logits (sum of (c (1 - p))^2), squared (sum of c^2), scalar ((sum of |c|)^2), tokens (exposure ignored). Default: logits where log-probabilities were recorded, else squared.", show_default=False)] = None,
     name: Annotated[str | None, typer.Option(help="Name of the plan. Default: the profile's.", show_default=False)] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: plans/<name>.plan.json.", show_default=False)] = None,
     as_json: Json = False,
@@ -179,13 +178,15 @@ def plan_command(
     if profile is None:
         profile = newest(PROFILES, "*/profile.json", ProfileError, "make one with `hilore profile`").parent
         reporter.note(f"profile: the newest, {profile}")
+    if weigh is not None and weigh not in EXPOSURE_RULES:
+        raise UsageError(f"weigh {weigh!r}: unknown; use one of {', '.join(EXPOSURE_RULES)}")
     from hilore_cli.planner import solve_plan
     from hilore_cli.schema import load_profile, save_json
 
     measured = load_profile(profile)
     chosen = list(measured.codecs) if codecs is None else split_names(codecs)
     try:
-        plan = solve_plan(measured, cap=cap, risk=risk, codecs=chosen, name=file_name(name or measured.name), max_patterns=max_patterns)
+        plan = solve_plan(measured, cap=cap, risk=risk, codecs=chosen, name=file_name(name or measured.name), max_patterns=max_patterns, variants=variants, rule=weigh)
     except InfeasibleError as error:
         if as_json:
             print(json.dumps(infeasible_document(error), indent=1))
@@ -201,8 +202,8 @@ def plan_command(
 def apply_command(
     plan: Annotated[Path | None, typer.Argument(help="File that hilore plan wrote. Default: the newest in plans/.", show_default=False)] = None,
     model: ModelName = None,
-    batch: BatchFile = None,
-    heldout: Annotated[Path | None, typer.Option(help="Micro-batch that was not profiled, to judge the gradient error on.", show_default=False)] = None,
+    batch: BatchFiles = None,
+    heldout: Annotated[list[Path] | None, typer.Option(help="Micro-batches that were not profiled, to judge the gradient error on. May be repeated.", show_default=False)] = None,
     name: Annotated[str | None, typer.Option(help="Name of the frozen plan. Default: the plan's.", show_default=False)] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: plans/<name>.json.", show_default=False)] = None,
     emit_anyway: Annotated[bool, typer.Option("--emit-anyway", help="Write the plan even if the dry run misses its cap or risk.")] = False,
@@ -220,18 +221,19 @@ def apply_command(
 
     solved = load_plan_file(plan)
     name = None if name is None else file_name(name)
-    source = str(batch) if batch is not None else solved.batch.source
-    if heldout is None and source == SHIPPED_BATCH:
-        heldout = Path(SHIPPED_HELDOUT)
+    sources = [str(path) for path in batch] if batch else solved.sources
+    judges = [str(path) for path in heldout or []]
+    if not judges and sources == list(SHIPPED_BATCHES):
+        judges = [SHIPPED_HELDOUT]
         reporter.note(f"gradient error: judged on {SHIPPED_HELDOUT}, which was not profiled")
-    micro_batch = load_batch(source)
-    unseen = load_batch(str(heldout)) if heldout is not None else None
+    batches = [micro_batch for _, micro_batch in load_batches(sources)]
+    unseen = [micro_batch for _, micro_batch in load_batches(judges)]
     from hilore_cli.bench import apply_plan
 
     set_threads(threads)
     loaded = load_planned_model(model or solved.model.source, solved)
     with reporter.progress() as progress:
-        frozen = apply_plan(loaded, solved, micro_batch, heldout=unseen, emit_anyway=emit_anyway, progress=progress, name=name)
+        frozen = apply_plan(loaded, solved, batches, heldout=unseen, emit_anyway=emit_anyway, progress=progress, name=name)
     path = output or PLANS / f"{frozen.name}.json"
     save_json(frozen, path)
     reporter.result(report.frozen_view(frozen, path=str(path), patterns=False), lambda: frozen.model_dump(mode="json") | {"path": str(path)})
@@ -241,10 +243,12 @@ def apply_command(
 @app.command("bench")
 def bench_command(
     frozen_plan: Annotated[Path | None, typer.Argument(help="File that hilore apply wrote. Default: the newest in plans/.", show_default=False)] = None,
-    batch: BatchFile = None,
+    batch: BatchFiles = None,
     model: ModelName = None,
     repeats: Annotated[int, typer.Option(min=1, help="Interleaved timed updates of each method.")] = 5,
     also: Annotated[str, typer.Option(help="Further methods, comma-separated: store, recompute (the runtime's two uniform plans).")] = "",
+    against: Annotated[list[Path] | None, typer.Option(help="Another frozen plan of the same model, as a row of its own. May be repeated.", show_default=False)] = None,
+    skip_zero_rows: Annotated[bool, typer.Option("--skip-zero-rows", help="Also run checkpointing and the plan without the rows that have no gradient.")] = False,
     threads: Threads = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Keep the report as a JSON file, too.", show_default=False)] = None,
     as_json: Json = False,
@@ -259,17 +263,18 @@ def bench_command(
     from hilore_cli.schema import load_frozen_plan, save_json
 
     frozen = load_frozen_plan(frozen_plan)
-    source = str(batch) if batch is not None else frozen.batch.source
-    micro_batch = load_batch(source)
-    from hilore_cli.bench import UNIFORM_METHODS, run_bench
+    batches = load_batches([str(path) for path in batch] if batch else frozen.sources)
+    others = {path.name.removesuffix(".json"): load_frozen_plan(path) for path in against or []}
+    from hilore_cli.bench import run_bench
+    from hilore_cli.workbench import UNIFORM
 
     further = split_names(also)
-    if unknown := set(further) - set(UNIFORM_METHODS):
-        raise UsageError(f"method {sorted(unknown)[0]!r} is not known; --also takes {', '.join(UNIFORM_METHODS)}")
+    if unknown := set(further) - set(UNIFORM):
+        raise UsageError(f"method {sorted(unknown)[0]!r} is not known; --also takes {', '.join(UNIFORM)}")
     set_threads(threads)
     loaded = load_planned_model(model or frozen.model.source, frozen)
     with reporter.progress() as progress:
-        measured = run_bench(loaded, frozen, micro_batch, source=source, task=str(micro_batch.meta.get("task", "")), repeats=repeats, progress=progress, also=further)
+        measured = run_bench(loaded, frozen, batches, repeats=repeats, progress=progress, also=further, others=others, skip=skip_zero_rows)
     if output is not None:
         save_json(measured, output)
     reporter.result(report.bench_view(measured), lambda: measured.model_dump(mode="json"))
@@ -307,8 +312,16 @@ def rollout_command(
     reporter.note(f"sampling {prompts} x {group_size} completions")
     micro_batch = generate_rollouts(loaded, tokenizer, items, prompts=prompts, group_size=group_size, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, meta={"model": model}, **room)[0]
     save_micro_batch(output, micro_batch)
-    reporter.result(report.micro_batch_view(micro_batch, output.name), lambda: batch_document(micro_batch))
+    reporter.result(report.batches_view([(output.name, micro_batch)]), lambda: batch_document(micro_batch))
     reporter.note(f"written: {output}; next: hilore profile --model {model} --task {task} --batch {output}")
+
+
+@app.command("capture")
+def capture_command(trainer: Annotated[str, typer.Argument(help="trl, verl, openrlhf, slime, or own.")]) -> None:
+    """Print the few lines that make a trainer record the micro-batches of an update, for hilore profile --batch."""
+    from hilore_cli.captured import recipe
+
+    print(recipe(trainer).strip())
 
 
 @app.command("show")
@@ -326,11 +339,11 @@ def show_command(
         folder = path if path.is_dir() else path.parent
         profile = load_profile(folder)
         reporter.result(report.profile_view(profile), lambda: profile_document(folder))
-    elif path.suffix == ".parquet":
-        micro_batch = load_batch(str(path))
-        reporter.result(report.micro_batch_view(micro_batch, path.name), lambda: batch_document(micro_batch))
-    else:
+    elif path.suffix == ".json":
         show_json(path, reporter)
+    else:
+        batches = load_batches([str(path)])
+        reporter.result(report.batches_view(batches), lambda: [batch_document(micro_batch) for _, micro_batch in batches])
 
 
 @app.command("demo")
@@ -342,7 +355,7 @@ def demo_command(
     from hilore_cli.models import resolve_model
 
     resolve_model(SHIPPED_MODEL)
-    load_batch(SHIPPED_BATCH)
+    load_batches([*SHIPPED_BATCHES, SHIPPED_HELDOUT])
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{SHIPPED_MODEL}-{SHIPPED_TASK}"
     steps = [
@@ -369,11 +382,21 @@ def demo_command(
 # ------------------------------------------------------------------------------------------------------------ micro-batches
 
 
-def load_batch(source: str) -> MicroBatch:
-    """A recorded micro-batch by path, or one that comes with hilore by its bare name."""
-    from hilore_cli.batches import load_micro_batch
+def load_batches(sources: list[str]) -> list[tuple[str, MicroBatch]]:
+    """Recorded micro-batches with their sources: of files, of the files in a folder, or of those that come with hilore by bare name."""
+    from hilore_cli.captured import read_micro_batches
 
-    return load_micro_batch(shipped_file(source) if source in (SHIPPED_BATCH, SHIPPED_HELDOUT) and not Path(source).exists() else source)
+    found = []
+    for source in sources:
+        path = shipped_file(source) if source in (*SHIPPED_BATCHES, SHIPPED_HELDOUT) and not Path(source).exists() else Path(source)
+        files = sorted(p for p in path.iterdir() if p.is_file() and not p.name.startswith(".")) if path.is_dir() else [path]
+        if not files:
+            raise ProfileError(f"{source}: an empty folder; record micro-batches with: hilore rollout, or hilore capture TRAINER")
+        for file in files:
+            name = str(Path(source) / file.name) if path.is_dir() else source
+            batches = read_micro_batches(file)
+            found += [(name if len(batches) == 1 else f"{name}#{i}", batch) for i, batch in enumerate(batches)]
+    return found
 
 
 def shipped_file(name: str) -> Path:
@@ -390,18 +413,27 @@ def check_task(task: str) -> None:
     load_task(task, seed=0, size=2)
 
 
-def sample_batch(loaded: Any, model: str, task: str, *, tokens: int, seed: int, reporter: Reporter) -> MicroBatch:
-    """One micro-batch of real rollouts of about `tokens` tokens. Raises ProfileError when no group has mixed rewards."""
+def sample_batches(loaded: Any, model: str, task: str, *, tokens: int, seed: int, name: str, reporter: Reporter) -> list[tuple[str, MicroBatch]]:
+    """Up to three micro-batches of real rollouts of about `tokens` tokens each, kept in profiles/: one to profile, two to try plans on.
+
+    Raises ProfileError when no group has mixed rewards.
+    """
+    from hilore_cli.batches import save_micro_batch
     from hilore_cli.models import load_tokenizer
     from hilore_cli.rollout import generate_rollouts
     from hilore_cli.tasks import load_task
 
     group_size = 8
     room = row_room(tokens, group_size=group_size)
-    prompts = 16 + 2 * room["rows_per_micro_batch"] // group_size
+    prompts = 16 + 6 * room["rows_per_micro_batch"] // group_size
     reporter.note(f"sampling {prompts} x {group_size} completions of task {task}")
     items = load_task(task, seed=seed, size=prompts)
-    return generate_rollouts(loaded, load_tokenizer(model), items, prompts=prompts, group_size=group_size, seed=seed, meta={"model": model}, **room)[0]
+    sampled = generate_rollouts(loaded, load_tokenizer(model), items, prompts=prompts, group_size=group_size, seed=seed, meta={"model": model}, **room)[:3]
+    sources = [str(PROFILES / f"{name}{suffix}.parquet") for suffix in ("", "-calibration-0", "-calibration-1")[: len(sampled)]]
+    for source, micro_batch in zip(sources, sampled, strict=True):
+        save_micro_batch(source, micro_batch)
+    reporter.note(f"micro-batches: {len(sampled)} of up to {max(mb.tokens for mb in sampled)} tokens of real rollouts, kept as {', '.join(sources)}")
+    return list(zip(sources, sampled, strict=True))
 
 
 def row_room(tokens: int, *, group_size: int, max_new_tokens: int | None = None) -> dict[str, int]:
@@ -487,16 +519,21 @@ def profile_document(folder: Path) -> dict[str, Any]:
 
 
 def batch_document(micro_batch: MicroBatch) -> dict[str, Any]:
+    from hilore_cli.exposure import to_dict
+
     return {
         "format": "hilore-micro-batch",
         "rows": micro_batch.rows,
-        "prompt_tokens": micro_batch.prompt_ids.shape[1],
-        "completion_tokens": micro_batch.completion_ids.shape[1],
+        "length": micro_batch.shape[1],
+        "layout": micro_batch.layout,
         "tokens": micro_batch.tokens,
         "real_tokens": micro_batch.real_tokens,
         "loss_tokens": micro_batch.loss_tokens,
-        "rewards": micro_batch.rewards.tolist(),
-        "advantages": micro_batch.advantages.tolist(),
+        "rewards": None if micro_batch.rewards is None else micro_batch.rewards.tolist(),
+        "largest_advantages": [float(row[row.abs().argmax()]) for row in micro_batch.advantages],
+        "loss": to_dict(micro_batch.loss),
+        "readiness": micro_batch.readiness.value,
+        "weights": {rule: micro_batch.weight(rule) for rule in EXPOSURE_RULES},
         "meta": micro_batch.meta,
     }
 

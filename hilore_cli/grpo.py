@@ -1,32 +1,37 @@
-"""One GRPO actor update, as a trainer does it: micro-batches, clipped surrogate, backward, clipping, AdamW.
+"""One GRPO actor update, as a trainer does it: micro-batches, the recorded loss, backward, clipping, AdamW.
 
     optimizer = make_optimizer(model, config)
-    result = actor_update(model, optimizer, [micro_batch], config)
+    grad_norm = actor_update(model, optimizer, micro_batches, config)
 
-The LM head is a part of the step with its own memory, so it comes in three kinds, equal in loss and gradients
+Whatever the loss, its gradient is that of sum c * logp with the exposure c = dL/dlogp held fixed (exposure/): so that is what
+backward is called on, and every loss of every trainer is the same step here.
+
+The LM head is a part of the step with its own memory, so it comes in three kinds, equal in gradients
 (N loss tokens, V vocabulary, n = `chunk_tokens`):
 
     full       logits [N,V] and their gradient, plain autograd
     chunked    logits [n,V] at a time, computed again in backward
-    one-pass   logits [n,V] at a time, once: a token's exposure needs only its own log-probability, so the gradients of
+    one-pass   logits [n,V] at a time, once: where a token's exposure needs only its own log-probability, the gradients of
                the hidden states and of the head's weight are taken during forward and scaled in backward
 
-Only positions that predict a loss token are projected. Not here: KL, entropy and auxiliary terms, sequence-level ratios.
+Only positions that predict a loss token are projected. Not here: entropy bonus and router auxiliary terms, whose gradient
+does not come through log-probabilities.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from hilore_cli import exposure as losses
 from hilore_cli.batches import MicroBatch
 from hilore_cli.errors import ProfileError, UsageError
-from hilore_cli.exposure import LOSS_TYPES, normaliser, surrogate, surrogate_slope
+from hilore_cli.exposure import LossInputs, Readiness
 from hilore_cli.models import text_decoder
 
 HEADS = ("full", "chunked", "one-pass")
@@ -34,82 +39,50 @@ HEADS = ("full", "chunked", "one-pass")
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
-    """What the step computes. The defaults are TRL's, but for the head (TRL's own is like `chunked`)."""
+    """The step but for the loss, which a micro-batch brings along."""
 
-    loss_type: str = "dapo"
-    epsilon_low: float = 0.2
-    epsilon_high: float = 0.2
-    temperature: float = 1.0  # logits are divided by it, as they were when the completions were sampled
     learning_rate: float = 1e-6
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     head: str = "chunked"
     chunk_tokens: int = 256
-    max_completion_tokens: int | None = None  # dr_grpo's constant; None: the padded completion width
 
     def __post_init__(self) -> None:
-        if self.loss_type not in LOSS_TYPES:
-            raise UsageError(f"loss type {self.loss_type!r}: unknown; use one of {', '.join(LOSS_TYPES)}")
         if self.head not in HEADS:
             raise UsageError(f"head {self.head!r}: unknown; use one of {', '.join(HEADS)}")
-        if not self.temperature > 0:
-            raise UsageError(f"temperature {self.temperature}: must be above 0")
         if self.chunk_tokens < 1:
             raise UsageError(f"chunk_tokens {self.chunk_tokens}: must be at least 1")
 
 
-def config_of(micro_batch: MicroBatch, *, head: str) -> GrpoConfig:
-    """The step that a recorded micro-batch belongs to: the temperature its completions were sampled at, and a loss head."""
-    return GrpoConfig(head=head, temperature=float(micro_batch.meta.get("temperature", 1.0)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateResult:
-    """`loss`: summed over the micro-batches (about 0 on-policy, by construction). `grad_norm`: before clipping."""
-
-    loss: float
-    grad_norm: float
-
-
-def micro_batch_loss(
-    model: nn.Module, micro_batch: MicroBatch, config: GrpoConfig, *, accumulation_steps: int = 1
-) -> torch.Tensor:
-    """Return the loss of one micro-batch, a scalar to call backward on.
-
-    `accumulation_steps`: micro-batches per update; only dapo does without it (its normaliser is `loss_tokens`).
-    As in TRL no position ids are passed: positions count the left padding.
-    """
-    head = _lm_head(model, config)
-    mb = micro_batch.to(head.weight.device)
-    hidden = text_decoder(model)(
-        input_ids=mb.input_ids, attention_mask=mb.attention_mask, use_cache=False
-    ).last_hidden_state  # (B,P+T,H)
-    width = hidden.shape[1]
-    prompt_tokens = mb.prompt_ids.shape[1]
-    row, column = mb.completion_mask.nonzero(as_tuple=True)  # N loss tokens
-    # the hidden state at position p predicts the token at p + 1
-    hidden = hidden.flatten(0, 1).index_select(0, row * width + prompt_tokens + column - 1)  # (N,H)
-    exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    z = normaliser(
-        mb.completion_mask.to(exact),
-        loss_type=config.loss_type,
-        loss_tokens=mb.loss_tokens,
-        accumulation_steps=accumulation_steps,
-        max_completion_tokens=config.max_completion_tokens,
-    )[row, column]
-    tokens = LossTokens(
-        ids=mb.completion_ids[row, column],
-        z=z,
-        advantages=mb.advantages.to(exact)[row],
-        old_logps=None if mb.old_logps is None else mb.old_logps.to(exact)[row, column],
-        epsilon_low=config.epsilon_low,
-        epsilon_high=config.epsilon_high,
-    )
+def micro_batch_loss(model: nn.Module, micro_batch: MicroBatch, config: GrpoConfig) -> torch.Tensor:
+    """Return a scalar whose gradient is that of the micro-batch's loss; its value is sum c * logp, not the loss's."""
+    mb = micro_batch.to(next(model.parameters()).device)
+    head, hidden, ids = _predictions(model, mb, config)
     if config.head == "one-pass":
-        return _OnePassLoss.apply(hidden, head.weight, head.bias, head, tokens)
-    if config.head == "chunked":
-        return tokens.loss(_ChunkedLogps.apply(hidden, head.weight, head.bias, head, tokens.ids))
-    return tokens.loss(_token_logps(head.logits(hidden), tokens.ids))
+        exposure_of = _exposure_by_token(mb, torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+        return _OnePassLoss.apply(hidden, head.weight, head.bias, head, ids, exposure_of)
+    logps = _logps(head, hidden, ids, config)
+    with torch.no_grad():
+        entropies = head.entropies(hidden) if losses.needs_entropies(mb.loss) else None
+        c = mb.exposure(logps=logps.detach(), entropies=entropies)[mb.loss_mask.bool()]
+    return (c * logps).sum()
+
+
+def token_logps(model: nn.Module, micro_batch: MicroBatch, config: GrpoConfig) -> torch.Tensor:
+    """(N,) log-probabilities of the loss tokens, in row-major order, with gradient unless that is off."""
+    return _logps(*_predictions(model, micro_batch.to(next(model.parameters()).device), config), config)
+
+
+def _predictions(model: nn.Module, mb: MicroBatch, config: GrpoConfig) -> tuple[LmHead, torch.Tensor, torch.Tensor]:
+    """The head, the hidden states (N,H) that predict the loss tokens, and the tokens (N,)."""
+    hidden = text_decoder(model)(**mb.model_inputs(), use_cache=False).last_hidden_state  # (B,S,H), or (1,N,H) packed
+    return _lm_head(model, config, temperature=mb.loss.temperature), hidden.flatten(0, 1).index_select(0, mb.predicting_positions()), mb.input_ids[mb.loss_mask.bool()]
+
+
+def _logps(head: LmHead, hidden: torch.Tensor, ids: torch.Tensor, config: GrpoConfig) -> torch.Tensor:
+    if config.head == "full":
+        return _token_logps(head.logits(hidden), ids)
+    return _ChunkedLogps.apply(hidden, head.weight, head.bias, head, ids)
 
 
 def make_optimizer(model: nn.Module, config: GrpoConfig) -> torch.optim.AdamW:
@@ -118,41 +91,46 @@ def make_optimizer(model: nn.Module, config: GrpoConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(trainable, lr=config.learning_rate, weight_decay=config.weight_decay, fused=True)
 
 
-def actor_update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[MicroBatch], config: GrpoConfig
-) -> UpdateResult:
-    """One optimizer step over all micro-batches.
+BeforeForward = Callable[[MicroBatch], object]
+"""Called with each micro-batch before its forward: where a trainer tells an attached plan what is coming."""
+
+
+def actor_update(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: Sequence[MicroBatch], config: GrpoConfig, *, before: BeforeForward | None = None) -> float:
+    """One optimizer step over all micro-batches; returns the gradient's norm before clipping.
 
     Gradients are zeroed, not freed: they are there during the next update from its first micro-batch on, as they are
     in every micro-batch but the first of an accumulated update. So the peak is that of the steady state.
     """
-    loss = torch.zeros((), dtype=torch.float64)
-    for micro_batch in micro_batches:
-        part = micro_batch_loss(model, micro_batch, config, accumulation_steps=len(micro_batches))
-        part.backward()
-        loss += part.detach().to("cpu", torch.float64)
+    _accumulate(model, micro_batches, config, before)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     grad_norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
-    return UpdateResult(loss=float(loss), grad_norm=float(grad_norm))
+    return float(grad_norm)
 
 
-def gradients(model: nn.Module, micro_batch: MicroBatch, config: GrpoConfig) -> dict[str, torch.Tensor]:
-    """The gradient of one micro-batch, by parameter name; the `.grad` of every parameter is left as it was.
+def gradients(model: nn.Module, micro_batches: Sequence[MicroBatch], config: GrpoConfig, *, before: BeforeForward | None = None) -> dict[str, torch.Tensor]:
+    """The gradient of all micro-batches together, by parameter name; the `.grad` of every parameter is left as it was.
 
     A trainable parameter that the loss does not reach (an expert without tokens) has a gradient of zeros.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    before = {name: parameter.grad for name, parameter in trainable.items()}
+    kept = {name: parameter.grad for name, parameter in trainable.items()}
     try:
         for parameter in trainable.values():
             parameter.grad = None
-        micro_batch_loss(model, micro_batch, config).backward()
+        _accumulate(model, micro_batches, config, before)
         return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trainable.items()}
     finally:
         for name, parameter in trainable.items():
-            parameter.grad = before[name]
+            parameter.grad = kept[name]
+
+
+def _accumulate(model: nn.Module, micro_batches: Sequence[MicroBatch], config: GrpoConfig, before: BeforeForward | None) -> None:
+    for micro_batch in micro_batches:
+        if before is not None:
+            before(micro_batch)
+        micro_batch_loss(model, micro_batch, config).backward()
 
 
 def relative_error(grads: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
@@ -168,42 +146,30 @@ def relative_error(grads: dict[str, torch.Tensor], reference: dict[str, torch.Te
     return (difference / norm) ** 0.5
 
 
-# --- the loss over N selected tokens
+# --- exposure where the head has one chunk of tokens at a time
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LossTokens:
-    """The N tokens that the loss counts, flat: id, normaliser and advantage of each. `old_logps` None: on-policy."""
+ExposureOf = Callable[[slice, torch.Tensor], torch.Tensor]
+"""(span of the N loss tokens, their log-probabilities (n,)) -> c (n,)."""
 
-    ids: torch.Tensor
-    z: torch.Tensor
-    advantages: torch.Tensor
-    old_logps: torch.Tensor | None
-    epsilon_low: float
-    epsilon_high: float
 
-    def chunk(self, span: slice) -> LossTokens:
-        return LossTokens(
-            ids=self.ids[span],
-            z=self.z[span],
-            advantages=self.advantages[span],
-            old_logps=None if self.old_logps is None else self.old_logps[span],
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-        )
+def _exposure_by_token(mb: MicroBatch, dtype: torch.dtype) -> ExposureOf:
+    """c of any span of loss tokens from their own log-probabilities. Raises UsageError where c needs whole rows."""
+    inputs = mb.loss_inputs(dtype=dtype)
+    counted = mb.loss_mask.bool()
+    if losses.readiness(mb.loss, inputs) is Readiness.EXACT_BEFORE_FORWARD:
+        known = losses.exposure(mb.loss, inputs, xp=torch)[counted]
+        return lambda span, _: known[span]
+    if not losses.is_token_local(mb.loss):
+        raise UsageError(f"head one-pass: the {mb.loss.trainer} loss weighs a token by others of its row or micro-batch, so its gradient is not known token by token; use --head chunked")
+    z = losses.normaliser(mb.loss, inputs, xp=torch)
+    flat = {f.name: None if (x := getattr(inputs, f.name)) is None else x.expand_as(z)[counted] for f in fields(inputs)} | {"normaliser": z[counted]}
 
-    def ratio(self, logps: torch.Tensor) -> torch.Tensor:
-        return torch.exp(logps - (logps.detach() if self.old_logps is None else self.old_logps))
+    def exposure_of(span: slice, logps: torch.Tensor) -> torch.Tensor:
+        part = {name: None if x is None else x[span][None] for name, x in flat.items()}
+        return losses.exposure(mb.loss, LossInputs(**part | {"logps": logps[None]}), xp=torch)[0]
 
-    def loss(self, logps: torch.Tensor) -> torch.Tensor:
-        """Sum over the tokens of normaliser times clipped surrogate; differentiable in `logps` (N,)."""
-        clip = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
-        return (self.z * surrogate(self.ratio(logps), self.advantages, xp=torch, **clip)).sum()
-
-    def exposure(self, logps: torch.Tensor) -> torch.Tensor:
-        """c = dL/dlogp (N,)."""
-        clip = {"epsilon_low": self.epsilon_low, "epsilon_high": self.epsilon_high}
-        return self.z * surrogate_slope(self.ratio(logps), self.advantages, **clip)
+    return exposure_of
 
 
 # --- the head
@@ -228,11 +194,16 @@ class LmHead:
         raw = self.raw(hidden)
         return (raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)) / self.temperature
 
+    def entropies(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(N,H) -> (N,) entropy of each position's distribution, a chunk of logits at a time."""
+        logps = (torch.log_softmax(self.logits(hidden[span]), 1) for span in self.chunks(len(hidden)))
+        return torch.cat([-(lp.exp() * lp).sum(1) for lp in logps])
+
     def chunks(self, count: int) -> list[slice]:
         return [slice(start, min(start + self.chunk_tokens, count)) for start in range(0, count, self.chunk_tokens)]
 
 
-def _lm_head(model: nn.Module, config: GrpoConfig) -> LmHead:
+def _lm_head(model: nn.Module, config: GrpoConfig, *, temperature: float) -> LmHead:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise UsageError(
@@ -245,7 +216,7 @@ def _lm_head(model: nn.Module, config: GrpoConfig) -> LmHead:
         weight=head.weight,
         bias=head.bias,
         softcap=text.get("final_logit_softcapping"),
-        temperature=config.temperature / scale,
+        temperature=temperature / scale,
         chunk_tokens=config.chunk_tokens,
     )
 
@@ -272,21 +243,20 @@ class _ChunkedLogps(torch.autograd.Function):
         gradient = _HeadGradient(ctx.head, hidden, ctx.needs_input_grad)
         for span in ctx.head.chunks(len(ids)):
             raw = ctx.head.raw(hidden[span])
-            gradient.add(span, _raw_gradient_(raw, ids[span], lambda _, span=span: exposure[span], ctx.head)[1])
+            gradient.add(span, _raw_gradient_(raw, ids[span], lambda _, span=span: exposure[span], ctx.head)[2])
         return gradient.hidden, gradient.weight, gradient.bias, None, None
 
 
 class _OnePassLoss(torch.autograd.Function):
-    """The loss itself; gradients are complete when forward returns, backward scales them."""
+    """sum c * logp; gradients are complete when forward returns, backward scales them."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, head: LmHead, tokens: LossTokens):
+    def forward(ctx, hidden, weight, bias, head: LmHead, ids, exposure_of: ExposureOf):
         gradient = _HeadGradient(head, hidden, ctx.needs_input_grad)
-        loss = torch.zeros((), dtype=tokens.z.dtype, device=hidden.device)
-        for span in head.chunks(len(tokens.ids)):
-            chunk = tokens.chunk(span)
-            logps, raw_gradient = _raw_gradient_(head.raw(hidden[span]), chunk.ids, chunk.exposure, head)
-            loss += chunk.loss(logps)
+        loss = torch.zeros((), device=hidden.device)
+        for span in head.chunks(len(ids)):
+            logps, c, raw_gradient = _raw_gradient_(head.raw(hidden[span]), ids[span], lambda logps, span=span: exposure_of(span, logps), head)
+            loss = loss + (c * logps).sum()
             gradient.add(span, raw_gradient)
         ctx.gradient = gradient
         return loss
@@ -300,7 +270,7 @@ class _OnePassLoss(torch.autograd.Function):
         parts = (gradient.hidden, gradient.weight, gradient.bias)
         if float(upstream) != 1.0:
             parts = tuple(None if part is None else part.mul_(upstream) for part in parts)
-        return (*parts, None, None)
+        return (*parts, None, None, None)
 
 
 class _HeadGradient:
@@ -324,8 +294,8 @@ class _HeadGradient:
 
 def _raw_gradient_(
     raw: torch.Tensor, ids: torch.Tensor, exposure_of, head: LmHead
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities (n,) and the loss's gradient (n,V) with respect to `raw`, whose memory is taken over.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities (n,), their exposure (n,) and the loss's gradient (n,V) with respect to `raw`, whose memory is taken over.
 
     d logp[target] / d logits = onehot(target) - softmax(logits).
     """
@@ -338,7 +308,7 @@ def _raw_gradient_(
     target = logits.gather(1, ids[:, None])
     total = logits.logsumexp(1, keepdim=True)
     logps = (target - total).squeeze(1)
-    c = exposure_of(logps)[:, None]
-    gradient = logits.sub_(total).exp_().mul_(-c)
-    gradient.scatter_add_(1, ids[:, None], c.to(gradient.dtype))
-    return logps, gradient.mul_(slope)
+    c = exposure_of(logps)
+    gradient = logits.sub_(total).exp_().mul_(-c[:, None])
+    gradient.scatter_add_(1, ids[:, None], c[:, None].to(gradient.dtype))
+    return logps, c, gradient.mul_(slope)

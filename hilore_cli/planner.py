@@ -1,63 +1,63 @@
-"""Profile + budgets -> Plan.
+"""Profile + budgets -> Plan: variants for the micro-batches of an update, under one cap and one risk budget for the whole of it.
 
     plan = solve_plan(profile, cap=parse_cap("1.1x-gc"), risk=0.015, codecs=["int8"], name="smollm2-math")
 
-How: (1) the relaxation of the layers' program (ilp.py) gives a bound and prices of memory and risk; (2) a few prices around
-them give candidate patterns, each simulated exactly (timeline.py); (3) the assignment program gives every layer a pattern,
-with exact bytes, under the cap, the risk budget and the limit on distinct patterns; (4) when that is further from the bound
-than 0.1 % of the step, the layers' program is solved as integers, its patterns join the candidates, and (3) runs again.
-Every plan therefore keeps the simulated cap to the byte, and its distance to the bound is known.
+Errors of micro-batches are independent, so squares add, and what counts is the update's gradient g = sum of g_m:
 
-What it does NOT do: measure anything, or trust the solver (ilp.py checks every row again in integers).
+    |error|^2 / |g|^2 = sum over m of share_m * eps_m^2,   share_m = |g_m|^2 / |g|^2
+
+A micro-batch with a small gradient may be compressed harder, and a short one has room under the cap that a long one lacks.
+|g_m| is not known before the forward; its exposure is: share_m is taken in proportion to the micro-batch's weight (schema:
+ExposureRule). How: micro-batches are sorted into sizes (by tokens) and classes (by weight relative to the update's mean); for
+each size the step planner gives the fastest plan at several risks; the choice of one risk for each size and class with the
+least time of the profiled update, under the budget, is exact (dynamic programming over a grid of the budget).
+
+Shares are never taken below those of orthogonal gradients: that micro-batches pull the same way is luck that an update may lack.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hilore_cli.errors import InfeasibleError, ProfileError, SolverError, UsageError
-from hilore_cli.ilp import (
-    Assignment,
-    AssignmentProblem,
-    Bound,
-    CapExceededError,
-    Column,
-    Prices,
-    StepModel,
-    assign_patterns,
-    bound_layers,
-    solve_layers,
-    solve_priced,
-    solver_version,
-)
-from hilore_cli.program import Actions, LayerProgram, actions_of_choices, build_layer_program, replayed_units
+from hilore_cli.errors import UsageError
+from hilore_cli.program import Actions
+from hilore_cli.scaling import profile_at
 from hilore_cli.schema import (
-    Alternative,
     Budgets,
+    ExposureRule,
+    MicroBatchRow,
     Pattern,
     Plan,
+    PlannedVariant,
     Prediction,
     Profile,
-    SolverRecord,
-    UnitRow,
+    UpdatePrediction,
     digest_of,
 )
-from hilore_cli.sizes import Cap, format_bytes
-from hilore_cli.timeline import LayerTimeline, class_of_layer, combine_layers, fallback_timeline, simulate_layer
+from hilore_cli.sizes import Cap
+from hilore_cli.step_planner import FEW_PATTERNS, Solution, StepPlanner
 
-GAP_OF_STEP = 1e-3
-NEGLIGIBLE_OF_STEP = 1e-6
-RESOLVES = 3
-FEW_PATTERNS = 4
-"""Each distinct pattern is compiled in the first training step (seconds): fewer are taken when they cost next to nothing; up to so many are tried."""
+SIZES = (0.4, 0.6, 0.8)
+"""Of the largest micro-batch's tokens: the smaller sizes that get variants of their own, where the update has such micro-batches."""
+CLASSES = 3
+"""Exposure classes, of equally many micro-batches."""
+LEVELS = (0.0, 0.4, 0.6, 0.8, 0.9, 1.0, 1.15, 1.35, 1.7, 2.3, 3.5)
+"""Risks that variants are solved for, in units of the risk that all micro-batches could have alike."""
+HIGHEST_LEVEL = 0.1
+"""Relative error above which errors do not add up as squares any more: no variant may bring more into a micro-batch."""
+NOT_BINDING = 0.8
+"""Share of its risk below which a plan is taken not to be held back by it: more risk would give no other one."""
+GRID = 4096
+"""Steps of the risk budget in the choice of levels; a level's use is rounded up."""
 
 
-def solve_plan(profile: Profile, *, cap: Cap, risk: float, codecs: Sequence[str], name: str, max_patterns: int = 8) -> Plan:
-    """The plan with the shortest predicted step under the cap and the risk budget.
+def solve_plan(profile: Profile, *, cap: Cap, risk: float, codecs: Sequence[str], name: str, max_patterns: int = 8, variants: bool = True, rule: ExposureRule | None = None) -> Plan:
+    """The plan with the shortest predicted update under the cap and the risk budget.
 
+    `variants` False: one variant for all micro-batches. `rule`: how micro-batches are weighed before their forward;
+    by default `logits` where log-probabilities were recorded, else `squared`.
     Raises UsageError for an unknown codec or a bad budget, InfeasibleError (least peaks, least risk, binding moment),
     SolverError when CBC is missing or wrong.
     """
@@ -69,398 +69,220 @@ def solve_plan(profile: Profile, *, cap: Cap, risk: float, codecs: Sequence[str]
     if max_patterns < 1:
         raise UsageError(f"at least one pattern is needed, not {max_patterns}")
     cap_bytes = cap.resolve(gc_bytes=profile.peaks.gc_bytes, none_bytes=profile.peaks.none_bytes)
-    planner = _Planner(profile, codecs=tuple(codecs) if risk > 0 else ())
-    solution = planner.solve(cap_bytes=cap_bytes, risk=risk, max_patterns=max_patterns)
-    names, layers = planner.name_patterns(solution.assignment)
+    if rule is None:
+        rule = "squared" if any(row.logits is None for row in profile.micro_batches) else "logits"
+    update = Update(profile, rule=rule, divided=variants)
+    alike = risk / math.sqrt(update.total_share)
+    levels = sorted({alike * f for f in LEVELS if alike * f <= max(alike, HIGHEST_LEVEL)}) if variants and len(update.groups) > 1 else [alike]
+    planners: dict[int, StepPlanner] = {}
+    options: dict[int, list[Option]] = {}
+    for tokens in sorted({group.max_tokens for group in update.groups}, reverse=True):
+        sized = profile_at(profile, tokens=tokens, length=update.max_length)
+        planners[tokens] = StepPlanner(sized, codecs=tuple(codecs) if risk > 0 else ())
+        options[tokens] = solve_levels(planners[tokens], levels, alike=alike, cap_bytes=cap_bytes, max_patterns=max_patterns if len(update.groups) == 1 else min(max_patterns, FEW_PATTERNS))
+    chosen = choose_levels(update.groups, options, budget=risk**2)
+    if len(update.groups) == 1:
+        chosen = [simplified(planners[profile.batch.tokens], option, cap_bytes=cap_bytes) for option in chosen]
+    names = PatternNames()
+    largest = planners[profile.batch.tokens]
+    base = next(o for g, o in zip(update.groups, chosen, strict=True) if g.max_tokens == profile.batch.tokens and g.max_exposure is None)
+    layers = names.of(base.actions)
+    planned = [planned_variant(group, option, names, max_length=update.max_length) for group, option in merged(update.groups, chosen)]
     return Plan(
         name=name,
         profile=profile.name,
         profile_digest=digest_of(profile),
         model=profile.model,
         batch=profile.batch,
+        sources=profile.sources,
         graph_digests=sorted({layer_class.graph_digest for layer_class in profile.classes}),
         head=profile.head,
-        budgets=Budgets(mem_cap=cap.text, cap_bytes=cap_bytes, risk=risk, codecs=list(codecs), max_patterns=max_patterns),
-        patterns=names,
+        budgets=Budgets(mem_cap=cap.text, cap_bytes=cap_bytes, risk=risk, codecs=list(codecs), max_patterns=max_patterns, exposure_rule=rule),
+        patterns=names.patterns(),
         layers=layers,
-        predicted=planner.predict(solution.assignment),
-        solver=planner.record(solution),
-        alternatives=planner.alternatives(risk=risk, cap_bytes=cap_bytes, max_patterns=max_patterns),
+        variants=planned,
+        predicted=base.predicted,
+        update=update.predict(chosen),
+        solver=largest.record(base.solution),
+        alternatives=largest.alternatives(risk=base.level, cap_bytes=cap_bytes, max_patterns=max_patterns),
     )
 
 
+# ------------------------------------------------------------------------------------------------------------ the update
+
+
 @dataclass(frozen=True, kw_only=True)
-class Solution:
-    assignment: Assignment
-    bound_ns: float
-    resolves: int
-    reproducible: bool
+class Group:
+    """Micro-batches of one size and one exposure class, and their part in the update."""
+
+    max_tokens: int
+    max_exposure: float | None
+    members: tuple[MicroBatchRow, ...]
+    share: float
+    """Sum of the members' share_m."""
 
 
-def time_scale(profile: Profile) -> float:
-    """Microseconds of the step for each microsecond of node time: T_recompute - T_none over all replayed node times.
+class Update:
+    """The profiled update's micro-batches, sorted into groups."""
 
-    1 when the measured steps do not tell (recompute-all not slower than no checkpointing: noise on a tiny model).
-    """
-    replay_us = {c.name: simulate_layer(c, Pattern(), payload_bytes=_no_payload).recompute_us for c in profile.classes}
-    classes = [class_of_layer(profile, row.index) for row in profile.layers]
-    replayed = sum(replay_us[c.name] for c in classes if c is not None)
-    span = profile.times.recompute_us - profile.times.none_us
-    return span / replayed if replayed > 0 and span > 0 else 1.0
-
-
-# ------------------------------------------------------------------------------------------------------------- planner
-
-
-class _Planner:
-    """One profile and one set of codecs: layer programs, candidate patterns and their exact columns."""
-
-    def __init__(self, profile: Profile, *, codecs: tuple[str, ...]) -> None:
+    def __init__(self, profile: Profile, *, rule: ExposureRule, divided: bool) -> None:
         self.profile = profile
-        self.codecs = codecs
-        self.scale = time_scale(profile)
-        self.classes = [class_of_layer(profile, row.index) for row in profile.layers]
-        self.planned = [i for i, layer_class in enumerate(self.classes) if layer_class is not None]
-        self.fallback = fallback_timeline(profile)
-        self.units: list[dict[tuple[str, str], UnitRow]] = [{} for _ in profile.layers]
-        for unit in profile.units:
-            if unit.layer >= len(profile.layers):
-                raise ProfileError(f"profile {profile.name}: unit {unit.unit!r} names layer {unit.layer}, the profile has {len(profile.layers)}")
-            self.units[unit.layer][unit.unit, unit.codec] = unit
-        self.candidates: dict[Actions, None] = {}
-        self._timelines: dict[tuple[str, Actions, tuple[int, ...]], LayerTimeline | None] = {}
-        self._programs: dict[tuple[int, float, tuple[str, ...], bool], LayerProgram] = {}
-        self._replayed: dict[tuple[str, Actions], frozenset[str]] = {}
+        rows = profile.micro_batches
+        orthogonal = sum(row.gradient_norm**2 for row in rows)
+        self.total_share = max(1.0, orthogonal / profile.update_gradient_norm**2)
+        self.max_length = max(row.length for row in rows)
+        weights = [row.weight(rule) for row in rows]
+        if None in weights:
+            raise UsageError(f"weigh {rule}: micro-batch {rows[weights.index(None)].source} has no log-probabilities from sampling; record them, or use --weigh squared")
+        mean = sum(weights) / len(weights)
+        relative = [w / mean if mean > 0 else 1.0 for w in weights]
+        edges = _class_edges(relative) if divided else []
+        sizes = _sizes(profile) if divided else [profile.batch.tokens]
+        members: dict[tuple[int, float | None], list[int]] = {(tokens, edge): [] for tokens in sizes for edge in (*edges, None)}
+        for i, row in enumerate(rows):
+            tokens = next((t for t in sizes if row.tokens <= t), sizes[-1])  # a larger one without gradient is not profiled
+            members[tokens, next((e for e in edges if relative[i] <= e), None)].append(i)
+        self.groups = [
+            Group(max_tokens=tokens, max_exposure=edge, members=tuple(rows[i] for i in chosen), share=sum(relative[i] for i in chosen) / len(rows) * self.total_share)
+            for (tokens, edge), chosen in members.items()
+        ]
 
-    def solve(self, *, cap_bytes: int, risk: float, max_patterns: int) -> Solution:
-        """Steps 1 to 4 of the module's head. Raises InfeasibleError."""
-        budget = risk**2 / self.profile.kappa
-        step = self.step_model(cap_bytes=cap_bytes, budget=budget)
-        bound = bound_layers(step) if self.planned else None
-        self.add_priced_candidates(step, bound, budget)
-        found = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=max_patterns)
-        bound_ns = bound.objective_ns if bound is not None else 0.0
-        careful = self.step_model(cap_bytes=cap_bytes, budget=budget, replayed=True)
-        pending, resolves, reproducible = [careful, step] if self.codecs else [step], 0, True
-        while pending and bound is not None and resolves < RESOLVES and not self.is_close(found, bound_ns):
-            current = pending.pop(0)
-            layers = solve_layers(current)
-            resolves += 1
-            if layers is None:
+    def predict(self, chosen: Sequence[Option]) -> UpdatePrediction:
+        """Times in proportion to each micro-batch's own tokens; the error from the shares."""
+        times, tokens = self.profile.times, self.profile.batch.tokens
+        step_us = sum(option.predicted.step_us * row.tokens / group.max_tokens for group, option in zip(self.groups, chosen, strict=True) for row in group.members)
+        scale = sum(row.tokens for row in self.profile.micro_batches) / tokens
+        error2 = sum(group.share * option.predicted.rel_error**2 for group, option in zip(self.groups, chosen, strict=True))
+        return UpdatePrediction(micro_batches=len(self.profile.micro_batches), step_us=step_us, gc_us=times.gc_us * scale, none_us=times.none_us * scale, rel_error=math.sqrt(error2))
+
+
+def _sizes(profile: Profile) -> list[int]:
+    """Sizes by growing tokens, each the largest of some micro-batch: without one there is nothing to weigh it by."""
+    largest = profile.batch.tokens
+    edges = [math.ceil(largest * share) for share in SIZES if profile.smaller is not None] + [largest]
+    used = {next((e for e in edges if row.tokens <= e), largest) for row in profile.micro_batches}
+    return sorted(used | {largest})
+
+
+def _class_edges(relative: Sequence[float]) -> list[float]:
+    """Upper edges of all classes but the last: midway between neighbours, where they differ."""
+    ordered = sorted(relative)
+    cuts = {len(ordered) * k // CLASSES for k in range(1, CLASSES)} - {0}
+    return sorted({(ordered[c - 1] + ordered[c]) / 2 for c in cuts if ordered[c - 1] < ordered[c]})
+
+
+# ---------------------------------------------------------------------------------------------------------------- levels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One size's fastest plan at one risk."""
+
+    level: float
+    actions: tuple[Actions, ...]
+    predicted: Prediction
+    solution: Solution
+
+
+def solve_levels(planner: StepPlanner, levels: Sequence[float], *, alike: float, cap_bytes: int, max_patterns: int) -> list[Option]:
+    """The fastest plan at each risk; at the risk that all could have alike it is solved first, and infeasible where that is.
+
+    Left out: a risk at which the cap cannot be kept, and one whose plan would be another risk's, which did not use its own up.
+    """
+    found = [_option(planner, planner.solve(cap_bytes=cap_bytes, risk=alike, max_patterns=max_patterns), alike)]
+    below, above = [level for level in levels if level < alike], [level for level in levels if level > alike]
+    for series in (reversed(below), above):
+        last = found[0]
+        for level in series:
+            if last.predicted.rel_error <= level < last.level or (level > last.level and last.predicted.rel_error < NOT_BINDING * last.level):
                 continue
-            reproducible = reproducible and layers.reproducible
-            timelines, new = self.add_choices(layers.choices, budget)
-            if new:
-                better = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=max_patterns)
-                found = better if found is None or (better is not None and better.cost_ns < found.cost_ns) else found
-            excess = combine_layers(self.profile, timelines).peak_bytes - cap_bytes
-            if excess > 0:
-                pending.append(replace(current, cap_bytes=current.cap_bytes - excess))
-        if found is None:
-            self.add_last_candidates(step, budget)
-            found = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=max_patterns)
-        if found is None:
-            raise self.infeasible(cap_bytes=cap_bytes, risk=risk, budget=budget, max_patterns=max_patterns)
-        found = self.with_fewer_patterns(found, cap_bytes=cap_bytes, budget=budget, bound_ns=bound_ns)
-        return Solution(assignment=found, bound_ns=min(bound_ns, found.cost_ns), resolves=resolves, reproducible=reproducible and found.reproducible)
+            solution = planner.try_solve(cap_bytes=cap_bytes, risk=level, max_patterns=max_patterns)
+            if solution is None:
+                break
+            last = _option(planner, solution, level)
+            found.append(last)
+    return found
 
-    def is_close(self, found: Assignment | None, bound_ns: float) -> bool:
-        return found is not None and found.cost_ns - bound_ns <= GAP_OF_STEP * (self.profile.times.none_us * 1000 + found.cost_ns)
 
-    def with_fewer_patterns(self, found: Assignment, *, cap_bytes: int, budget: float, bound_ns: float) -> Assignment:
-        """Fewer patterns when that stays within the gap of the bound, or costs less than half of it."""
-        for limit in range(1, min(FEW_PATTERNS, len(set(found.pattern_of)) - 1) + 1):
-            fewer = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=limit)
-            if fewer is None:
+def simplified(planner: StepPlanner, option: Option, *, cap_bytes: int) -> Option:
+    return _option(planner, planner.simplify(option.solution, cap_bytes=cap_bytes, risk=option.level), option.level)
+
+
+def _option(planner: StepPlanner, solution: Solution, level: float) -> Option:
+    return Option(level=level, actions=tuple(planner.actions_of(solution.assignment)), predicted=planner.predict(solution.assignment), solution=solution)
+
+
+def choose_levels(groups: Sequence[Group], options: dict[int, list[Option]], *, budget: float) -> list[Option]:
+    """One option for each group: least time of all members together, with sum of share x eps^2 within the budget.
+
+    Exact over a grid of the budget, use rounded up; that every group takes the option at the common risk is always allowed.
+    A group without members gets what the same size's strictest option is.
+    """
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for group in groups:
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for index, option in enumerate(options[group.max_tokens]):
+            use = 0 if budget == 0 else math.ceil(group.share * option.predicted.rel_error**2 / budget * GRID * (1 - 1e-9))
+            cost = option.predicted.step_us * sum(row.tokens for row in group.members) / group.max_tokens
+            # a group that the profiled update lacks may come up in another one: it is kept to the common risk
+            if not group.members and option.level > options[group.max_tokens][0].level:
                 continue
-            near = fewer.cost_ns - found.cost_ns <= GAP_OF_STEP / 2 * (self.profile.times.none_us * 1000 + found.cost_ns)
-            if near or self.is_close(fewer, bound_ns):
-                return fewer
-        return found
-
-    # ------------------------------------------------------------------------------------------------------- programs
-
-    def program(self, layer: int, budget: float, codecs: tuple[str, ...], *, replayed: bool = False) -> LayerProgram:
-        key = (layer, budget, codecs, replayed)
-        if key not in self._programs:
-            self._programs[key] = build_layer_program(self.classes[layer], self.units[layer].values(), codecs=codecs, scale=self.scale, risk_budget=budget, negligible_ns=round(NEGLIGIBLE_OF_STEP * self.profile.times.none_us * 1000), replayed=replayed)
-        return self._programs[key]
-
-    def fixed_bytes(self) -> int:
-        return self.profile.account.static_bytes + self.profile.account.shared_bytes
-
-    def floor_bytes(self) -> int:
-        account = self.profile.account
-        return max(account.static_bytes + account.shared_bytes + account.tail_bytes, account.static_bytes + account.update_bytes)
-
-    def step_model(self, *, cap_bytes: int, budget: float, replayed: bool = False) -> StepModel:
-        """The layers' program. What layers left to checkpoint store is counted at the head only, so that the bound stays one."""
-        checkpointed = self.fallback.stored_bytes * (len(self.classes) - len(self.planned))
-        return StepModel(
-            layers=tuple(self.program(i, budget, self.codecs, replayed=replayed).model for i in self.planned),
-            fixed_bytes=self.fixed_bytes(),
-            head_bytes=self.profile.account.head_bytes + checkpointed,
-            cap_bytes=cap_bytes,
-            risk=budget,
-            gap_ns=self.gap_ns(),
-        )
-
-    def gap_ns(self) -> int:
-        return round(GAP_OF_STEP * self.profile.times.none_us * 1000)
-
-    # ----------------------------------------------------------------------------------------------------- candidates
-
-    def add_priced_candidates(self, step: StepModel, bound: Bound | None, budget: float) -> None:
-        """Patterns that layers take at the relaxation's prices and at a few others, cheap and dear."""
-        self.candidates.setdefault(())
-        if not self.planned:
-            return
-        base = _base_prices(step, bound)
-        blocks: list[tuple[LayerProgram, Prices, tuple[str, ...]]] = []
-        if bound is not None:
-            blocks += [(self.program(i, budget, self.codecs), prices, self.codecs) for i, prices in zip(self.planned, bound.prices, strict=True)]
-        for layer in self.representatives():
-            free = (0.0,) * len(self.program(layer, budget, ()).model.phases)
-            for stored in (0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.5, 5.0, 1000.0):
-                blocks.append((self.program(layer, budget, ()), Prices(stored=base.stored * stored, phases=free, rho2=0.0), ()))
-            if self.codecs:
-                for stored in (0.1, 0.4, 0.7, 1.0, 1.4, 2.0, 4.0, 100.0):
-                    for rho2, replayed in itertools.product((0.0, 0.3, 1.0, 3.0), (False, True)):
-                        program = self.program(layer, budget, self.codecs, replayed=replayed)
-                        free = (0.0,) * len(program.model.phases)
-                        blocks.append((program, Prices(stored=base.stored * stored, phases=free, rho2=base.rho2 * rho2), self.codecs))
-        unique = list({(id(program), prices): (program, prices, codecs) for program, prices, codecs in blocks}.values())
-        gap_ns = max(1, self.gap_ns() // 20)
-        for (program, _, codecs), choices in zip(unique, solve_priced([(p.model, prices) for p, prices, _ in unique], gap_ns=gap_ns), strict=True):
-            self.candidates.setdefault(actions_of_choices(program, choices, codecs))
-
-    def add_last_candidates(self, step: StepModel, budget: float) -> None:
-        """Before a cap is called infeasible: patterns that do not depend on the cap, so that the least feasible peak which one answer
-        names is feasible when it is asked for; and, for the least risk, codecs that are over the budget alone.
-        """
-        self.add_priced_candidates(step, None, budget)
-        if self.codecs:
-            self.add_priced_candidates(replace(step, layers=self.step_model(cap_bytes=step.cap_bytes, budget=math.inf).layers, risk=math.inf), None, math.inf)
-
-    def representatives(self) -> list[int]:
-        """One layer of each class: the one with the median risk."""
-        by_class: dict[str, list[tuple[float, int]]] = {}
-        for i in self.planned:
-            total = sum(u.rho2 for u in self.units[i].values())
-            by_class.setdefault(self.classes[i].name, []).append((total, i))
-        return [sorted(rows)[len(rows) // 2][1] for rows in by_class.values()]
-
-    def add_choices(self, choices: Sequence[Sequence[int]], budget: float) -> tuple[list[LayerTimeline], int]:
-        """Candidates from a solved program; returns the layers' exact timelines under it, and how many patterns are new."""
-        before = len(self.candidates)
-        timelines = [self.fallback] * len(self.classes)
-        for i, chosen in zip(self.planned, choices, strict=True):
-            actions = actions_of_choices(self.program(i, budget, self.codecs), chosen, self.codecs)
-            self.candidates.setdefault(actions)
-            timeline = self.timeline(i, actions)
-            if timeline is None:
-                raise SolverError(f"CBC's answer for layer {i} names a unit that the layer does not have")
-            timelines[i] = timeline
-        return timelines, len(self.candidates) - before
-
-    def timeline(self, layer: int, actions: Actions) -> LayerTimeline | None:
-        """Exact simulation of a pattern on a layer; None when the layer lacks one of its units or measurements."""
-        layer_class = self.classes[layer]
-        if layer_class is None:
-            return None if actions else self.fallback
-        compressed = [(unit, action.removeprefix("compress:")) for unit, action in actions if action.startswith("compress:")]
-        if any(key not in self.units[layer] for key in compressed):
-            return None
-        payloads = tuple(self.units[layer][key].payload_bytes for key in compressed)
-        key = (layer_class.name, actions, payloads)
-        if key not in self._timelines:
-            known = {row.unit for row in layer_class.nodes}
-            fits = all(unit in known for unit, _ in actions)
-            sizes = dict(zip(compressed, payloads, strict=True))
-            self._timelines[key] = simulate_layer(layer_class, Pattern(actions=dict(actions)), payload_bytes=lambda unit, codec: sizes[unit, codec]) if fits else None
-        return self._timelines[key]
-
-    # ----------------------------------------------------------------------------------------------------- assignment
-
-    def column(self, layer: int, actions: Actions) -> Column | None:
-        """A pattern on a layer; None where it does not fit. A layer left to checkpoint takes the empty pattern only."""
-        timeline = self.timeline(layer, actions)
-        if timeline is None:
-            return None
-        codec_us, rho2 = self.codec_cost(layer, actions)
-        return Column(
-            cost_ns=round(timeline.recompute_us * self.scale * 1000) + round(codec_us * 1000),
-            stored_bytes=timeline.stored_bytes,
-            forward_peak_bytes=timeline.forward_peak_bytes,
-            backward_peak_bytes=timeline.backward_peak_bytes,
-            rho2=rho2,
-        )
-
-    def codec_cost(self, layer: int, actions: Actions) -> tuple[float, float]:
-        """Microseconds and rho2 of a pattern's compressed units on a layer."""
-        units = [self.units[layer][unit, action.removeprefix("compress:")] for unit, action in actions if action.startswith("compress:")]
-        if not units:
-            return 0.0, 0.0
-        replayed = self.replayed_units(layer, actions)
-        return sum(u.compress_us + u.decompress_us for u in units), sum(u.replayed_rho2 if u.unit in replayed else u.rho2 for u in units)
-
-    def replayed_units(self, layer: int, actions: Actions) -> frozenset[str]:
-        """Compressed units from which the pattern recomputes a matmul-like result: their error spreads further."""
-        key = (self.classes[layer].name, actions)
-        if key not in self._replayed:
-            self._replayed[key] = replayed_units(self.classes[layer], self.timeline(layer, actions).recomputed, actions)
-        return self._replayed[key]
-
-    def assign(self, *, cap_bytes: int | None, budget: float | None, max_patterns: int, minimise: str = "cost") -> Assignment | None:
-        """The assignment over all candidates so far; retried with a lower cap when CBC's tolerance let a few bytes through."""
-        columns = []
-        for i in range(len(self.classes)):
-            found = {q: self.column(i, actions) for q, actions in enumerate(self.candidates)}
-            columns.append({q: column for q, column in found.items() if column is not None})
-        kept = _undominated(columns, budget)
-        task = AssignmentProblem(columns=tuple(kept), fixed_bytes=self.fixed_bytes(), head_bytes=self.profile.account.head_bytes, floor_bytes=self.floor_bytes(), cap_bytes=cap_bytes, risk=budget, max_patterns=max_patterns, gap_ns=self.gap_ns() // 3)
-        if cap_bytes is not None and cap_bytes < self.floor_bytes():
-            return None
-        try:
-            return assign_patterns(task, minimise=minimise)
-        except CapExceededError as error:
-            return assign_patterns(replace(task, cap_bytes=cap_bytes - error.excess_bytes), minimise=minimise)
-
-    def infeasible(self, *, cap_bytes: int, risk: float, budget: float, max_patterns: int) -> InfeasibleError:
-        """What would be feasible, in the order in which a user can give way."""
-        least = self.assign(cap_bytes=None, budget=None, max_patterns=max_patterns, minimise="peak")
-        at_risk = self.assign(cap_bytes=None, budget=budget, max_patterns=max_patterns, minimise="peak")
-        less_risk = self.assign(cap_bytes=cap_bytes, budget=None, max_patterns=max_patterns, minimise="risk")
-        moment = combine_layers(self.profile, self.timelines_of(at_risk)).binding_moment
-        least_risk = None if less_risk is None else self.rel_error(less_risk.rho2)
-        parts = [f"no plan keeps {format_bytes(cap_bytes)} at risk {risk:g}", f"least feasible peak at this risk: {format_bytes(at_risk.peak_bytes)} ({at_risk.peak_bytes} bytes), bound by the {moment}"]
-        if self.codecs:
-            parts.append(f"at any risk: {format_bytes(least.peak_bytes)}")
-            parts.append(f"least risk at this cap: {least_risk:.3g}" if least_risk is not None else "no risk makes this cap feasible")
-        remedy = f"raise --mem-cap to {math.ceil(at_risk.peak_bytes / 2**20)}MiB"
-        parts.append(remedy if least_risk is None else f"{remedy}, or --risk to {_round_up(least_risk):g}")
-        return InfeasibleError("; ".join(parts), least_peak_bytes=least.peak_bytes, least_peak_at_risk_bytes=at_risk.peak_bytes, least_risk=least_risk, binding_moment=moment)
-
-    # ------------------------------------------------------------------------------------------------------------ plan
-
-    def actions_of(self, assignment: Assignment) -> list[Actions]:
-        known = list(self.candidates)
-        return [known[q] for q in assignment.pattern_of]
-
-    def timelines_of(self, assignment: Assignment) -> list[LayerTimeline]:
-        return [self.timeline(i, actions) for i, actions in enumerate(self.actions_of(assignment))]
-
-    def name_patterns(self, assignment: Assignment) -> tuple[dict[str, Pattern], list[str]]:
-        """Names A, B, ... in the order in which layers use them."""
-        names: dict[Actions, str] = {}
-        layers = [names.setdefault(actions, _letter(len(names))) for actions in self.actions_of(assignment)]
-        return {name: Pattern(actions=dict(actions)) for actions, name in names.items()}, layers
-
-    def rel_error(self, rho2: float) -> float:
-        return math.sqrt(self.profile.kappa * rho2)
-
-    def predict(self, assignment: Assignment) -> Prediction:
-        step = combine_layers(self.profile, self.timelines_of(assignment))
-        costs = [self.codec_cost(i, actions) for i, actions in enumerate(self.actions_of(assignment))]
-        codec_us = sum(us for us, _ in costs)
-        times, peaks = self.profile.times, self.profile.peaks
-        return Prediction(
-            peak_bytes=step.peak_bytes,
-            binding_moment=step.binding_moment,
-            step_us=times.none_us + self.scale * step.recompute_us + codec_us,
-            gc_us=times.gc_us,
-            none_us=times.none_us,
-            gc_peak_bytes=peaks.gc_bytes,
-            none_peak_bytes=peaks.none_bytes,
-            rel_error=self.rel_error(sum(rho2 for _, rho2 in costs)),
-            recompute_us=self.scale * step.recompute_us,
-            codec_us=codec_us,
-            stored_bytes=step.stored_bytes,
-            compressed_bytes=step.compressed_bytes,
-        )
-
-    def record(self, solution: Solution) -> SolverRecord:
-        objective_us = solution.assignment.cost_ns / 1000
-        return SolverRecord(
-            solver=solver_version(),
-            status="optimal within the gap" if self.is_close(solution.assignment, solution.bound_ns) else "feasible",
-            objective_us=objective_us,
-            bound_us=solution.bound_ns / 1000,
-            gap_of_step=(objective_us - solution.bound_ns / 1000) / (self.profile.times.none_us + objective_us),
-            candidates=len(self.candidates),
-            resolves=solution.resolves,
-            reproducible=solution.reproducible,
-        )
-
-    def alternatives(self, *, risk: float, cap_bytes: int, max_patterns: int) -> list[Alternative]:
-        """Other budgets over the patterns found for this plan: a lower bound on what solving for them would give."""
-        gc_bytes = self.profile.peaks.gc_bytes
-        points = [("1.0x-gc", gc_bytes, risk), ("1.25x-gc", math.floor(1.25 * gc_bytes), risk)]
-        if risk > 0:
-            points.insert(0, ("exact (risk 0)", cap_bytes, 0.0))
-        found = []
-        for label, cap, limit in points:
-            if cap == cap_bytes and limit == risk:
-                continue
-            assignment = self.assign(cap_bytes=cap, budget=limit**2 / self.profile.kappa, max_patterns=max_patterns)
-            if assignment is not None:
-                predicted = self.predict(assignment)
-                found.append(Alternative(label=f"{label}, over the patterns found", cap_bytes=cap, risk=limit, peak_bytes=predicted.peak_bytes, step_us=predicted.step_us, rel_error=predicted.rel_error))
-        return found
+            cost = cost or option.predicted.step_us * 1e-6
+            for used, (us, picked) in best.items():
+                total = used + use
+                if total <= GRID + len(groups) and (total not in following or us + cost < following[total][0]):
+                    following[total] = (us + cost, (*picked, index))
+        best = _pareto(following)
+    fitting = [entry for used, entry in best.items() if used <= GRID] or list(best.values())
+    _, picked = min(fitting)
+    return [options[group.max_tokens][index] for group, index in zip(groups, picked, strict=True)]
 
 
-# --------------------------------------------------------------------------------------------------------------- helpers
+def _pareto(entries: dict[int, tuple[float, tuple[int, ...]]]) -> dict[int, tuple[float, tuple[int, ...]]]:
+    kept, least = {}, math.inf
+    for used in sorted(entries):
+        if entries[used][0] < least:
+            kept[used], least = entries[used], entries[used][0]
+    return kept
 
 
-def _no_payload(unit: str, codec: str) -> int:
-    raise ProfileError(f"unit {unit!r} has no payload under {codec!r}")
+def merged(groups: Sequence[Group], chosen: Sequence[Option]) -> list[tuple[Group, Option]]:
+    """Groups with their options; neighbouring classes of one size with the same plan as one."""
+    result: list[tuple[Group, Option]] = []
+    for group, option in zip(groups, chosen, strict=True):
+        if result and result[-1][0].max_tokens == group.max_tokens and result[-1][1].actions == option.actions:
+            lower = result.pop()[0]
+            group = replace(group, members=(*lower.members, *group.members), share=lower.share + group.share)
+        result.append((group, option))
+    return result
 
 
-def _round_up(value: float) -> float:
-    """To three significant digits, so that the number that is printed does what it says."""
-    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
-    return math.ceil(value / unit * (1 + 1e-9)) * unit
+def planned_variant(group: Group, option: Option, names: PatternNames, *, max_length: int) -> PlannedVariant:
+    return PlannedVariant(
+        max_tokens=group.max_tokens,
+        max_length=max_length,
+        max_exposure=group.max_exposure,
+        layers=names.of(option.actions),
+        micro_batches=len(group.members),
+        risk=option.level,
+        step_us=option.predicted.step_us,
+        peak_bytes=option.predicted.peak_bytes,
+        rel_error=option.predicted.rel_error,
+    )
+
+
+class PatternNames:
+    """Names A, B, ... in the order in which layers first use a pattern; equal patterns of all variants share one."""
+
+    def __init__(self) -> None:
+        self._names: dict[Actions, str] = {}
+
+    def of(self, actions: Sequence[Actions]) -> list[str]:
+        return [self._names.setdefault(a, _letter(len(self._names))) for a in actions]
+
+    def patterns(self) -> dict[str, Pattern]:
+        return {name: Pattern(actions=dict(actions)) for actions, name in self._names.items()}
 
 
 def _letter(number: int) -> str:
     return chr(ord("A") + number) if number < 26 else f"P{number}"
-
-
-def _base_prices(step: StepModel, bound: Bound | None) -> Prices:
-    """The relaxation's prices, or where it has none: what storing and compressing everything would save, on average."""
-    replay_ns = sum(o.time_ns for layer in step.layers for o in layer.operators)
-    needed = sum(v.nbytes for layer in step.layers for v in layer.values if v.first_read is not None)
-    rho2 = sum(c.rho2 for layer in step.layers for v in layer.values for c in list(v.codecs.values())[:1])
-    stored = max((p.stored for p in bound.prices), default=0.0) if bound is not None else 0.0
-    risk = max((p.rho2 for p in bound.prices), default=0.0) if bound is not None else 0.0
-    return Prices(stored=stored or replay_ns / max(needed, 1), phases=(), rho2=risk or (replay_ns / rho2 if rho2 > 0 else 0.0))
-
-
-def _undominated(columns: Sequence[dict[int, Column]], budget: float | None) -> list[dict[int, Column]]:
-    """Per layer, without patterns over the risk budget and those that another pattern beats in every respect on every layer."""
-    patterns = sorted({q for row in columns for q in row})
-    beaten = {q for q in patterns if any(_beats(columns, other, q) for other in patterns if other != q)}
-    kept = []
-    for row in columns:
-        fits = {q: c for q, c in row.items() if q not in beaten and (budget is None or c.rho2 <= budget * (1 + 1e-9))}
-        kept.append(fits or {min(row): row[min(row)]})
-    return kept
-
-
-def _beats(columns: Sequence[dict[int, Column]], other: int, q: int) -> bool:
-    strict = False
-    for row in columns:
-        if q not in row:
-            continue
-        if other not in row:
-            return False
-        a, b = _figures(row[other]), _figures(row[q])
-        if any(x > y for x, y in zip(a, b, strict=True)):
-            return False
-        strict = strict or a != b
-    return strict or other < q
-
-
-def _figures(column: Column) -> tuple[float, ...]:
-    return (column.cost_ns, column.stored_bytes, column.forward_peak_bytes, column.backward_peak_bytes, column.rho2)
-

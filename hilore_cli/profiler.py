@@ -15,7 +15,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -26,11 +26,12 @@ import transformers
 from torch import Tensor, nn
 
 import hilore_cli
-from hilore_cli.batches import MicroBatch
-from hilore_cli.capture import INPUT_UNIT, JointGraph, describe_joint, graph_digest, model_identity
+from hilore_cli import exposure as losses
+from hilore_cli.batches import MicroBatch, require_gradient
+from hilore_cli.calibration import kappas_of, try_plans
+from hilore_cli.capture import JointGraph, describe_joint, graph_digest, model_identity
 from hilore_cli.errors import CaptureError, ProfileError
-from hilore_cli.exposure import exposure
-from hilore_cli.grpo import GrpoConfig, relative_error
+from hilore_cli.grpo import GrpoConfig
 from hilore_cli.models import text_decoder
 from hilore_cli.peak import MemoryTrace, mark, trace_memory
 from hilore_cli.risk import (
@@ -45,7 +46,6 @@ from hilore_cli.risk import (
     measure_unit,
     transfers,
 )
-from hilore_cli.runtime import RECOMPUTE_ALL
 from hilore_cli.schema import (
     Account,
     BatchId,
@@ -53,8 +53,9 @@ from hilore_cli.schema import (
     LayerClass,
     LayerRow,
     Machine,
-    Pattern,
+    MicroBatchRow,
     Profile,
+    SmallerAccount,
     StepPeaks,
     StepTimes,
     UnitRow,
@@ -69,26 +70,33 @@ CodecTimes = dict[tuple[str, str], tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRequest:
-    """What to measure. `source` and `task` are the user's words; `repeats` counts interleaved timed updates of each method."""
+    """What to measure. `source` (of the model), `task` and `sources` (of the micro-batches) are the user's words; `repeats` counts interleaved timed updates of each method."""
 
     name: str
     source: str
     task: str
-    batch_source: str
+    sources: Sequence[str]
     codecs: Sequence[str]
     config: GrpoConfig
     seed: int = 0
     repeats: int = 3
 
 
-def profile_update(model: nn.Module, micro_batch: MicroBatch, request: ProfileRequest, *, folder: Path, progress: Progress) -> Profile:
-    """Measure one update and write profiles/<name>/. Raises ProfileError and CaptureError that name the thing and the remedy."""
-    micro_batch.validate()
+def profile_update(model: nn.Module, batches: Sequence[tuple[str, MicroBatch]], request: ProfileRequest, *, folder: Path, progress: Progress) -> Profile:
+    """Measure an update and write profiles/<name>/. `batches`: its micro-batches with their sources. The largest is measured in
+    full; on the others plans are tried. Raises ProfileError and CaptureError that name the thing and the remedy.
+    """
+    for _, micro_batch in batches:
+        micro_batch.validate()
+    require_gradient([micro_batch for _, micro_batch in batches])
+    batches = sorted(batches, key=lambda item: (not item[1].has_gradient, -item[1].tokens))  # stable: of equals, the first given
+    source, micro_batch = batches[0]
     identity = model_identity(model, source=request.source)
-    batch = batch_identity(micro_batch, source=request.batch_source, task=request.task)
-    key = _key(identity.model_dump(), batch.model_dump(), request)
+    batch = batch_identity(micro_batch, source=source, task=request.task)
+    key = _key(identity.model_dump(), [batch_identity(mb, source=name, task=request.task).model_dump() for name, mb in batches], request)
     stages = Stages(folder / "unfinished", key=key)
-    bench = Workbench(model, micro_batch, request.config)
+    bench = Workbench(model, [micro_batch], request.config)
+    _warn_of_other_terms(micro_batch)
 
     progress("recording one step", 0, 1)
     record = record_step(bench)  # first: it compiles what is timed next
@@ -96,25 +104,30 @@ def profile_update(model: nn.Module, micro_batch: MicroBatch, request: ProfileRe
         steps = measure_steps(bench, repeats=request.repeats, progress=progress)
         stages.save("steps", steps)
     layers, units, classes = measure_layers(bench, record, request, stages=stages, progress=progress)
-    if (pairs := stages.load("calibration")) is None:
-        pairs = [pair.model_dump() for pair in calibrate(bench, record, units, classes, layers, progress=progress)]
-        stages.save("calibration", pairs)
+    if (tried := stages.load("calibration")) is None:
+        result = try_plans(bench, batches, units=units, classes=classes, layers=layers, codecs=request.codecs, exact=record.exact, progress=progress)
+        tried = asdict(replace(result, pairs=[])) | {"pairs": [pair.model_dump() for pair in result.pairs]}
+        stages.save("calibration", tried)
 
-    calibration = [CalibrationPair(**pair) for pair in pairs]
+    calibration = [CalibrationPair(**pair) for pair in tried["pairs"]]
     profile = Profile(
         name=request.name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=describe_machine(bench.device),
         model=identity,
         batch=batch,
+        sources=list(request.sources),
         head=request.config.head,
         codecs=list(request.codecs),
         seed=request.seed,
         gradient_norm=record.gradient_norm,
         account=Account(**steps["account"]),
+        smaller=None if steps["smaller"] is None else SmallerAccount(**steps["smaller"]),
         times=StepTimes(**steps["times"]),
         peaks=StepPeaks(**steps["peaks"]),
-        kappa=kappa_of(calibration),
+        micro_batches=[micro_batch_row(name, mb, gradient_norm=norm) for (name, mb), norm in zip(batches, tried["gradient_norms"], strict=True)],
+        update_gradient_norm=tried["update_gradient_norm"],
+        kappas=kappas_of(calibration, request.codecs),
         calibration=calibration,
         layers=layers,
         classes=classes,
@@ -125,10 +138,18 @@ def profile_update(model: nn.Module, micro_batch: MicroBatch, request: ProfileRe
     return profile
 
 
-def kappa_of(pairs: Sequence[CalibrationPair]) -> float:
-    """The worst measured eps^2 / sum rho^2 of the profiled micro-batch, and never below 1: too few pairs for a quantile."""
-    ratios = [pair.measured_rel_error**2 / pair.predicted_rho2 for pair in pairs if pair.predicted_rho2 > 0]
-    return max([1.0, *ratios])
+def micro_batch_row(source: str, micro_batch: MicroBatch, *, gradient_norm: float) -> MicroBatchRow:
+    identity = batch_identity(micro_batch, source=source, task="")
+    shared = {name: getattr(identity, name) for name in ("source", "digest", "rows", "length", "tokens", "loss_tokens")}
+    return MicroBatchRow(**shared, logits=micro_batch.weight("logits"), squared=micro_batch.weight("squared"), scalar=micro_batch.weight("scalar"), uniform=micro_batch.weight("tokens"), gradient_norm=gradient_norm)
+
+
+def _warn_of_other_terms(micro_batch: MicroBatch) -> None:
+    """The step has no entropy bonus and no router loss: their gradient does not come through log-probabilities."""
+    names = ("entropy_coef", "entropy_coeff", "router_aux_loss_coef", "aux_loss_coef")
+    left_out = [name for name in names if getattr(micro_batch.loss, name, None)]
+    if left_out:
+        warnings.warn(f"the recorded loss has {' and '.join(left_out)}, which is left out of the profiled step: risk is that of the policy and KL terms", stacklevel=3)
 
 
 # ------------------------------------------------------------------------------------------------------------ whole steps
@@ -144,12 +165,13 @@ def measure_steps(bench: Workbench, *, repeats: int, progress: Progress) -> dict
     none_peak = bench.peak_bytes("none")
     progress("measuring peaks", 1, 3)
     account, gc_peak = measure_account(bench, bench.static())
+    smaller = measure_smaller_account(bench)
     progress("measuring peaks", 2, 3)
     with bench.method("recompute"):
         bench.update()  # the other two have had their first whole update under the trace: the heap has grown
     samples = bench.time_updates(methods, repeats=repeats, progress=progress)
     times = {f"{name}_us": median(wall for wall, _ in samples[name]) for name in methods}
-    return {"account": account, "peaks": {"none_bytes": none_peak, "gc_bytes": gc_peak}, "times": times | {"repeats": repeats, "threads": torch.get_num_threads()}}
+    return {"account": account, "smaller": smaller, "peaks": {"none_bytes": none_peak, "gc_bytes": gc_peak}, "times": times | {"repeats": repeats, "threads": torch.get_num_threads()}}
 
 
 def measure_account(bench: Workbench, static: dict[str, int]) -> tuple[dict[str, int], int]:
@@ -171,6 +193,21 @@ def measure_account(bench: Workbench, static: dict[str, int]) -> tuple[dict[str,
         "update_bytes": trace.peak_between("update", None),
     }
     return account, total + trace.peak_bytes
+
+
+def measure_smaller_account(bench: Workbench) -> dict[str, Any] | None:
+    """The account with half of the rows; None where there are fewer than two rows with a loss token."""
+    whole = bench.batches
+    counted = whole[0].loss_mask.any(1).nonzero().flatten()
+    if len(counted) < 2:
+        return None
+    half = whole[0].take_rows(counted[: max(1, len(counted) // 2)])
+    bench.batches = [half]
+    try:
+        account, _ = measure_account(bench, bench.static())
+    finally:
+        bench.batches = whole
+    return {"tokens": half.tokens, "account": account}
 
 
 def trace_marked_update(bench: Workbench) -> MemoryTrace:
@@ -213,7 +250,7 @@ def _cuda_trace(bench: Workbench) -> MemoryTrace:
 def _hidden_bytes(bench: Workbench) -> int:
     config = bench.model.config.get_text_config()
     dtype = torch.get_autocast_dtype(bench.device.type) if torch.is_autocast_enabled(bench.device.type) else next(bench.model.parameters()).dtype
-    return bench.micro_batch.tokens * config.hidden_size * dtype.itemsize
+    return bench.batches[0].tokens * config.hidden_size * dtype.itemsize
 
 
 # ------------------------------------------------------------------------------------------------------------ one recording
@@ -269,7 +306,7 @@ def measure_layers(bench: Workbench, record: StepRecord, request: ProfileRequest
     """Every unit of every layer under every codec; operator and codec times on the middle layer of each class."""
     digests = [graph_digest(joint) for joint in record.joints]
     names = {digest: chr(ord("A") + i) if i < 26 else f"class{i}" for i, digest in enumerate(dict.fromkeys(digests))}
-    weight = token_weights(bench.micro_batch, bench.config)
+    weight = token_weights(bench.batches[0])
     classes: dict[str, LayerClass] = {}
     codec_times: dict[str, CodecTimes] = {}
     for digest, name in names.items():
@@ -351,94 +388,34 @@ def measure_layer(bench: Workbench, record: StepRecord, call: LayerCall, layer_c
         }
         gain = measure_noise_gain(joint, layer_class, call, seed=request.seed + call.index)
         embedding = text_decoder(bench.model).get_input_embeddings().weight
-        bottom = embedding_gain(gradient, bench.micro_batch.input_ids, vocabulary=embedding.shape[0], seed=request.seed) if call.index == 0 and embedding.requires_grad else 0.0
+        bottom = embedding_gain(gradient, bench.batches[0].model_inputs()["input_ids"], vocabulary=embedding.shape[0], seed=request.seed) if call.index == 0 and embedding.requires_grad else 0.0
     return {"row": row, "units": units, "gain": asdict(gain), "embedding_gain": bottom}
 
 
-def token_weights(micro_batch: MicroBatch, config: GrpoConfig) -> Tensor:
-    """Squared exposure of the position that predicts each token, [B,S] float64; old log-probabilities count as on-policy (r = 1)."""
-    c = exposure(advantages=micro_batch.advantages.double(), mask=micro_batch.completion_mask.double(), loss_type=config.loss_type, loss_tokens=micro_batch.loss_tokens, max_completion_tokens=config.max_completion_tokens, xp=torch)
-    weight = torch.zeros(micro_batch.input_ids.shape, dtype=torch.float64)
-    prompt = micro_batch.prompt_ids.shape[1]
-    weight[:, prompt - 1 : -1] = c.square()
-    return weight
-
-
-# --------------------------------------------------------------------------------------------------------------- calibration
-
-
-def calibrate(bench: Workbench, record: StepRecord, units: Sequence[UnitRow], classes: Sequence[LayerClass], layers: Sequence[LayerRow], *, progress: Progress) -> list[CalibrationPair]:
-    """Whole plans through the runtime: predicted sum of rho^2 of the profiled micro-batch against the error measured on it and on
-    each half of it, whose gradients differ as those of two micro-batches do.
-
-    `calm`: every measured unit but the riskiest (those over four times the median) under the first codec, the rest stored.
-    `input`: the layer's input under the codec and everything recomputed from it.
-    """
-    if not units:
-        return []
-    codec = units[0].codec
-    rows = [row for row in units if row.codec == codec]
-    typical = median(row.rho2 for row in rows)
-    risky = {row.unit for row in rows if row.rho2 > 4 * typical} | {INPUT_UNIT}
-    patterns = {}
-    for layer_class in classes:
-        measured = {row.unit for row in rows if layers[row.layer].layer_class == layer_class.name}
-        kept = {node.unit: "store" for node in layer_class.nodes if node.unit and node.unit != INPUT_UNIT and (node.unit in measured or not node.compressible) and node.side == "forward"}
-        calm = {unit: f"compress:{codec}" for unit in measured - risky}
-        patterns[f"calm-{layer_class.name}"] = Pattern(actions=kept | calm)
-        patterns[f"input-{layer_class.name}"] = Pattern(actions={INPUT_UNIT: f"compress:{codec}"})
-    middle = len(layers) // 2
-    whole, (first, second) = bench.micro_batch, halves_of(bench.micro_batch)
-    choices = [
-        ("calm", "every layer", lambda i: True, "the micro-batch", whole),
-        ("calm", "every layer", lambda i: True, "its first half", first),
-        ("input", "every second layer", lambda i: i % 2 == 1, "its first half", first),
-        ("calm", "upper half", lambda i: i >= middle, "its second half", second),
-    ]
-    exact, of = record.exact, whole
-    pairs = []
-    try:
-        for position, (kind, where, chosen, what, batch) in enumerate(choices):
-            progress("checking the risk against whole plans", position, len(choices))
-            bench.micro_batch = batch
-            if batch is not of:
-                exact, of = bench.gradients_by("recompute"), batch
-            names = [f"{kind}-{row.layer_class}" if chosen(row.index) else RECOMPUTE_ALL for row in layers]
-            predicted = sum((row.rho2 if kind == "calm" else row.replayed_rho2) for row in rows if chosen(row.layer) and f"compress:{codec}" == patterns[f"{kind}-{layers[row.layer].layer_class}"].actions.get(row.unit))
-            with bench.assigned("calibration", patterns, names):
-                error = relative_error(bench.gradients(), exact)
-            pairs.append(CalibrationPair(label=f"{codec} on the {kind} units, {where}, on {what}", predicted_rho2=predicted, measured_rel_error=error))
-    finally:
-        bench.micro_batch = whole
-    return pairs
-
-
-def halves_of(micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
-    """The micro-batch as two, each with a gradient: by groups where both sides have advantages, else by every second row."""
-    _, group = torch.unique(micro_batch.group_ids, return_inverse=True)
-    sides = group % 2 == 0
-    if not all(bool((micro_batch.advantages[side] != 0).any()) for side in (sides, ~sides)):
-        rank = torch.argsort(torch.argsort(micro_batch.advantages.abs(), descending=True, stable=True))
-        sides = rank % 2 == 0
-    if not all(bool((micro_batch.advantages[side] != 0).any()) for side in (sides, ~sides)):
-        return micro_batch, micro_batch
-    return tuple(_rows_of(micro_batch, side) for side in (sides, ~sides))
-
-
-def _rows_of(micro_batch: MicroBatch, side: Tensor) -> MicroBatch:
-    taken = {f.name: getattr(micro_batch, f.name) for f in fields(micro_batch)}
-    return replace(micro_batch, **{name: value[side] for name, value in taken.items() if isinstance(value, Tensor)})
+def token_weights(micro_batch: MicroBatch) -> Tensor:
+    """Squared exposure of the position that predicts each token, float64, in the shape that the model computes on."""
+    weight = torch.zeros(micro_batch.tokens, dtype=torch.float64)
+    weight[micro_batch.predicting_positions()] = micro_batch.known_exposure.square()
+    return weight.view(micro_batch.shape)
 
 
 # --------------------------------------------------------------------------------------------------------------- identities
 
 
 def batch_identity(micro_batch: MicroBatch, *, source: str, task: str) -> BatchId:
-    """What was profiled: a digest over the ids, masks and advantages, and the shape that the plan will hold for."""
-    tensors = (micro_batch.prompt_ids, micro_batch.prompt_mask, micro_batch.completion_ids, micro_batch.completion_mask, micro_batch.advantages)
-    digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors)).hexdigest()[:16]
-    counts = torch.bincount(micro_batch.group_ids)
-    return BatchId(source=source, digest=digest, task=task, rows=micro_batch.rows, length=micro_batch.input_ids.shape[1], tokens=micro_batch.tokens, loss_tokens=int(micro_batch.completion_mask.sum()), group_size=int(counts.max()))
+    """What was profiled: a digest over ids, masks, advantages and loss, and the shape that the plan will hold for."""
+    tensors = (micro_batch.input_ids, micro_batch.attention_mask, micro_batch.loss_mask, micro_batch.advantages)
+    told = json.dumps([micro_batch.layout, losses.to_dict(micro_batch.loss)], sort_keys=True)
+    digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors) + told.encode()).hexdigest()[:16]
+    _, counts = torch.unique(micro_batch.group_ids, return_counts=True)
+    rows, length = micro_batch.shape
+    return BatchId(source=source, digest=digest, task=task, rows=rows, length=length, tokens=micro_batch.tokens, loss_tokens=micro_batch.loss_tokens, group_size=int(counts.max()))
+
+
+def update_digest(batches: Sequence[MicroBatch]) -> str:
+    """One micro-batch's digest, or one over those of several."""
+    digests = [batch_identity(batch, source="", task="").digest for batch in batches]
+    return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
 
 
 def describe_machine(device: torch.device) -> Machine:
@@ -478,7 +455,7 @@ class Stages:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _key(identity: dict[str, Any], batch: dict[str, Any], request: ProfileRequest) -> str:
+def _key(identity: dict[str, Any], batches: list[dict[str, Any]], request: ProfileRequest) -> str:
     versions = (torch.__version__, transformers.__version__, hilore_cli.__version__)
-    text = json.dumps([identity, batch, request.name, list(request.codecs), repr(request.config), request.seed, request.repeats, torch.get_num_threads(), versions])
+    text = json.dumps([identity, batches, request.name, list(request.codecs), repr(request.config), request.seed, request.repeats, torch.get_num_threads(), versions])
     return hashlib.sha256(text.encode()).hexdigest()

@@ -8,6 +8,7 @@ What it does NOT do: read or write files, or measure.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from hilore_cli.sizes import format_bytes, format_gain, format_us
 
 if TYPE_CHECKING:
     from hilore_cli.batches import MicroBatch
-    from hilore_cli.schema import BenchReport, FrozenPlan, Pattern, Plan, Profile
+    from hilore_cli.schema import BenchReport, FrozenPlan, Pattern, Plan, Profile, Variant
 
 MOST_UNITS_SHOWN = 16
 
@@ -42,7 +43,7 @@ class Reporter:
         if not self.quiet:
             Console(stderr=True).print(Text(text, style="dim"), soft_wrap=True)
 
-    def result(self, view: RenderableType, document: Callable[[], Mapping[str, Any]]) -> None:
+    def result(self, view: RenderableType, document: Callable[[], Any]) -> None:
         """The result; its table goes to stderr when stdout holds the JSON document."""
         if not self.as_json:
             Console().print(view)
@@ -101,8 +102,32 @@ def profile_view(profile: Profile) -> RenderableType:
         f"profile {profile.name}: {profile.model.source}, {profile.model.layers} layers, {profile.model.dtype}, head {profile.head}",
         f"micro-batch {batch.source}: task {batch.task}, {batch.rows} rows x {batch.length} tokens = {batch.tokens}, {batch.loss_tokens} loss tokens, group size {batch.group_size}",
     )
-    kappa = _lines(f"kappa {profile.kappa:.3g} (predicted error^2 = kappa x sum of rho^2), from {len(profile.calibration)} measured plans")
-    return _stack(head, methods, units_view(profile), account, kappa, *_fallback_lines(profile))
+    return _stack(head, methods, units_view(profile), account, *update_view(profile), *calibration_view(profile), *_fallback_lines(profile))
+
+
+def update_view(profile: Profile) -> list[RenderableType]:
+    """The update's micro-batches: how well their exposure tells the size of their gradients before the forward."""
+    rows = profile.micro_batches
+    if len(rows) < 2:
+        return []
+    rule = "squared" if any(row.logits is None for row in rows) else "logits"
+    table = _table("micro-batch", "tokens >", "loss tokens >", "exposure >", "gradient norm^2 >", title=f"the update's micro-batches: shares in exposure (rule {rule}) and in squared gradient norms")
+    exposure, norms = sum(row.weight(rule) for row in rows) or 1.0, sum(row.gradient_norm**2 for row in rows)
+    for row in rows:
+        table.add_row(row.source, str(row.tokens), str(row.loss_tokens), _tenths(row.weight(rule) / exposure), _tenths(row.gradient_norm**2 / norms))
+    return [table]
+
+
+def calibration_view(profile: Profile) -> list[RenderableType]:
+    """Predicted against measured error of every plan that was tried, and each codec's kappa."""
+    if not profile.calibration:
+        return []
+    table = _table("codec", "plan tried", "micro-batch", "predicted >", "measured >", "ratio >", title="calibration: gradient error")
+    for pair in profile.calibration:
+        predicted = math.sqrt(profile.kappa(pair.codec) * pair.predicted_rho2)
+        table.add_row(pair.codec, pair.plan, pair.micro_batch if pair.heldout else f"{pair.micro_batch} (profiled)", f"{predicted:.2e}", f"{pair.measured_rel_error:.2e}", f"{predicted / pair.measured_rel_error:.2f}" if pair.measured_rel_error else "-")
+    words = [f"{k.codec}: kappa {k.value:.3g} (predicted error^2 = kappa x sum of rho^2), {_percent(k.quantile)} limit of {k.pairs} pairs on {k.micro_batches} micro-batches; {_percent(k.coverage)} of them below the limit that the others give" for k in profile.kappas]
+    return [table, _lines(*words)]
 
 
 def units_view(profile: Profile) -> RenderableType:
@@ -138,7 +163,19 @@ def plan_view(plan: Plan) -> RenderableType:
     )
     solver = plan.solver
     quality = _lines(f"{solver.solver}: {solver.status}; {format_us(solver.objective_us)} against a lower bound of {format_us(solver.bound_us)}, a gap of {100 * solver.gap_of_step:.2f} % of the step; {solver.candidates} candidate patterns")
-    return _stack(head, table, costs, patterns_view(plan.patterns, plan.layers), *_alternatives(plan), quality)
+    return _stack(head, table, costs, patterns_view(plan.patterns, plan.layers), *variants_view(plan), *_alternatives(plan), quality)
+
+
+def variants_view(plan: Plan) -> list[RenderableType]:
+    """The variants of a plan that has several, and what they do to the profiled update together."""
+    if len(plan.variants) < 2:
+        return []
+    table = _table("variant for", "micro-batches >", "patterns >", "step >", "peak >", "grad error >", title="variants, by tokens and by squared exposure relative to the update's mean")
+    for variant in plan.variants:
+        table.add_row(variant.label, str(variant.micro_batches), str(len(set(variant.layers))), format_us(variant.step_us), format_bytes(variant.peak_bytes), f"{variant.rel_error:.2e}")
+    update = plan.update
+    words = f"the update's {update.micro_batches} micro-batches: {format_us(update.step_us)} against {format_us(update.gc_us)} with GC ({format_gain(update.gc_us / update.step_us)}), {_percent(update.recovered)} recovered, gradient error of the update {update.rel_error:.2e}"
+    return [table, _lines(words)]
 
 
 def patterns_view(patterns: Mapping[str, Pattern], layers: Sequence[str]) -> RenderableType:
@@ -185,15 +222,20 @@ def frozen_view(frozen: FrozenPlan, *, path: str, patterns: bool) -> RenderableT
     predicted, measured, budgets = frozen.predicted, frozen.measured, frozen.budgets
     head = _lines(
         f"frozen plan {frozen.name}, digest {frozen.digest}: {frozen.model.architecture}, {frozen.model.layers} layers, {frozen.model.dtype}, {frozen.model.attn_implementation}",
-        f"micro-batches of up to {', '.join(str(v.max_tokens) for v in frozen.variants)} tokens; above, every layer is recomputed",
+        f"{len(frozen.variants)} variant{'s' if len(frozen.variants) > 1 else ''}, micro-batches of up to {max(v.max_tokens for v in frozen.variants)} tokens; above, every layer is recomputed",
     )
     table = _table("dry run", "predicted >", "measured >", "allowed >")
     table.add_row("peak", format_bytes(predicted.peak_bytes), format_bytes(measured.peak_bytes) if measured else "-", f"{format_bytes(budgets.cap_bytes)} ({budgets.mem_cap})")
     table.add_row("GC's peak", format_bytes(predicted.gc_peak_bytes), format_bytes(measured.gc_peak_bytes) if measured else "-", "")
     table.add_row("gradient error", f"{predicted.rel_error:.2e}", f"{measured.rel_error:.2e}" if measured else "-", f"{budgets.risk:g}")
     table.add_row("step", f"{format_us(predicted.step_us)} ({format_gain(predicted.speedup_vs_gc)} vs GC)", "hilore bench", "")
-    tables = [patterns_view(frozen.patterns, frozen.variants[-1].layers)] if patterns and frozen.variants else []
+    tables = [_variant_patterns(frozen, variant) for variant in frozen.variants] if patterns else []
     return _stack(head, table, *tables, trainer_lines(path))
+
+
+def _variant_patterns(frozen: FrozenPlan, variant: Variant) -> RenderableType:
+    view = patterns_view(frozen.patterns, variant.layers)
+    return view if len(frozen.variants) == 1 else Group(_lines(f"{variant.label}:"), view)
 
 
 def trainer_lines(path: str) -> RenderableType:
@@ -209,15 +251,15 @@ def bench_view(report: BenchReport) -> RenderableType:
     one_thread = report.machine.threads == 1
     head = _lines(
         f"plan {report.plan} on {report.machine.cpu}, {_threads(report.machine.threads)}, torch {report.machine.torch}, {report.date}",
-        f"micro-batch {report.batch.source}: {report.batch.tokens} tokens; {report.repeats} interleaved repeats, ratios of {'CPU time' if one_thread else 'wall time'} paired",
+        f"{_batches(report)}; {report.repeats} interleaved repeats, ratios of {'CPU time' if one_thread else 'wall time'} paired",
     )
-    table = _table("method", "step >", "CPU >", "vs GC >", "(interval) >", "peak >", "x GC >", "grad error >")
+    table = _table("method", "step >", "vs GC >", "(interval) >", "recovered >", "peak >", "x GC >", "grad error >")
     gc_peak = {row.name: row.peak_bytes for row in report.methods}["gc"]
     for row in report.methods:
         gain, low, high = (row.cpu_speedup_vs_gc, row.cpu_speedup_low, row.cpu_speedup_high) if one_thread else (row.speedup_vs_gc, row.speedup_low, row.speedup_high)
         interval = f"{format_gain(low)}..{format_gain(high)}".replace(" %", "")
         error = "0" if row.rel_error == 0 else f"{row.rel_error:.1e}"
-        table.add_row(row.name, format_us(row.wall_us), format_us(row.cpu_us), format_gain(gain), interval, format_bytes(row.peak_bytes), f"{row.peak_bytes / gc_peak:.3f}", error)
+        table.add_row(row.name, format_us(row.wall_us), format_gain(gain), interval, f"{row.recovered:.2f}", format_bytes(row.peak_bytes), f"{row.peak_bytes / gc_peak:.3f}", error)
     outcome = _table("the plan", "step >", "vs GC >", "peak >", "grad error >")
     for label, figures in (("predicted", report.predicted), ("measured", report.measured)):
         outcome.add_row(label, format_us(figures.step_us), format_gain(figures.speedup_vs_gc), format_bytes(figures.peak_bytes), f"{figures.rel_error:.2e}")
@@ -225,19 +267,29 @@ def bench_view(report: BenchReport) -> RenderableType:
     return _stack(head, table, outcome, summary)
 
 
-def micro_batch_view(micro_batch: MicroBatch, name: str) -> RenderableType:
-    """Sizes, rewards and origin of a recorded micro-batch."""
-    meta = micro_batch.meta
+def _batches(report: BenchReport) -> str:
+    first, count = report.batches[0], len(report.batches)
+    return f"micro-batch {first.source}: {first.tokens} tokens" if count == 1 else f"update of {count} micro-batches, {sum(b.tokens for b in report.batches)} tokens"
+
+
+def batches_view(batches: Sequence[tuple[str, MicroBatch]]) -> RenderableType:
+    """Sizes, rewards and origin of recorded micro-batches."""
+    return _stack(*(_micro_batch_view(micro_batch, source) for source, micro_batch in batches))
+
+
+def _micro_batch_view(micro_batch: MicroBatch, name: str) -> RenderableType:
+    meta, (rows, length) = micro_batch.meta, micro_batch.shape
+    rewards = "" if micro_batch.rewards is None else f", mean reward {float(micro_batch.rewards.mean()):.2f}"
     table = _table(f"micro-batch {name}", "")
-    rows = {
-        "rows x tokens": f"{micro_batch.rows} x {micro_batch.input_ids.shape[1]} = {micro_batch.tokens} ({micro_batch.real_tokens} without padding)",
-        "prompt, completion": f"{micro_batch.prompt_ids.shape[1]}, {micro_batch.completion_ids.shape[1]} tokens at most",
-        "loss tokens": f"{int(micro_batch.completion_mask.sum())} of {micro_batch.loss_tokens} of the update",
-        "groups": f"{len(micro_batch.group_ids.unique())}, mean reward {float(micro_batch.rewards.mean()):.2f}",
-        "rows without gradient": str(int((micro_batch.advantages == 0).sum())),
-        **{key: str(meta[key]) for key in ("model", "task", "task_options", "temperature", "seed", "date") if key in meta},
+    entries = {
+        "rows x tokens": f"{rows} x {length} = {micro_batch.tokens} ({micro_batch.real_tokens} without padding), {micro_batch.layout}",
+        "loss tokens": str(micro_batch.loss_tokens),
+        "loss": f"{micro_batch.loss.trainer}; exposure {micro_batch.readiness.value}; sum of c^2 {micro_batch.weight('squared'):.3g}",
+        "groups": f"{len(micro_batch.group_ids.unique())} in {micro_batch.rows} sequences{rewards}",
+        "rows without gradient": str(micro_batch.zero_rows),
+        **{key: str(meta[key]) for key in ("model", "trainer", "task", "task_options", "seed", "date") if key in meta},
     }
-    for label, value in rows.items():
+    for label, value in entries.items():
         table.add_row(label, value)
     return table
 
@@ -260,6 +312,10 @@ def _table(*columns: str, title: str | None = None) -> Table:
 
 def _lines(*lines: str) -> Text:
     return Text("\n".join(lines))
+
+
+def _tenths(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def _percent(share: float) -> str:

@@ -10,14 +10,16 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hilore_cli.batches import MicroBatch, group_advantages
+from hilore_cli.batches import MicroBatch, group_advantages, sampled_micro_batch
 from hilore_cli.errors import ProfileError, UsageError
+from hilore_cli.exposure import TrlLoss
+from hilore_cli.grpo import GrpoConfig, token_logps
 from hilore_cli.tasks import Item, Task
 
 SYSTEM_PROMPT = "Answer with one number only."
@@ -58,7 +60,7 @@ def generate_rollouts(
 
     `mixed_only` drops groups with equal rewards, which have no gradient; `max_prompt_tokens` drops longer prompts before
     they are sampled. Both are counted in each micro-batch's meta. `rows_per_micro_batch` (default: all in one) must be
-    whole groups; a rest that does not fill a micro-batch makes a smaller last one. `loss_tokens` covers all of them.
+    whole groups; a rest that does not fill a micro-batch makes a smaller last one. The loss (TRL's default) counts the tokens of all of them.
     Raises UsageError for sizes that do not fit, ProfileError when no group is left.
     """
     rows_per_micro_batch = rows_per_micro_batch or prompts * group_size
@@ -97,7 +99,6 @@ def generate_rollouts(
         "task_options": task.options,
         "model": getattr(model.config, "_name_or_path", ""),
         "seed": seed,
-        "temperature": temperature,
         "group_size": group_size,
         "max_new_tokens": max_new_tokens,
         "max_prompt_tokens": max_prompt_tokens,
@@ -111,13 +112,23 @@ def generate_rollouts(
         **(meta or {}),
     }
     per_batch = rows_per_micro_batch // group_size
-    loss_tokens = sum(len(ids) for group in kept for ids in group.completions)
-    return [
-        _micro_batch(
-            kept[i : i + per_batch], first_group=i, pad=_pad_id(tokenizer), loss_tokens=loss_tokens, meta=record
-        )
-        for i in range(0, len(kept), per_batch)
-    ]
+    loss = TrlLoss(num_items_in_batch=sum(len(ids) for group in kept for ids in group.completions), temperature=temperature)
+    batches = [_micro_batch(kept[i : i + per_batch], first_group=i, pad=_pad_id(tokenizer), loss=loss, meta=record) for i in range(0, len(kept), per_batch)]
+    return [with_sampling_logps(model, batch) for batch in batches]
+
+
+def with_sampling_logps(model: PreTrainedModel, micro_batch: MicroBatch) -> MicroBatch:
+    """The micro-batch with the log-probabilities of its tokens under the model that sampled them, by one forward in eval mode."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            logps = token_logps(model, micro_batch, GrpoConfig())
+    finally:
+        model.train(training)
+    values = torch.zeros(micro_batch.input_ids.shape)
+    values[micro_batch.loss_mask.bool()] = logps.float().cpu()
+    return replace(micro_batch, sampling_logps=values)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, item: Item, system_prompt: str | None) -> list[int]:
@@ -191,22 +202,17 @@ def _up_to_end(ids: list[int], end: int) -> list[int]:
 
 
 def _micro_batch(
-    groups: Sequence[_Group], *, first_group: int, pad: int, loss_tokens: int, meta: dict[str, Any]
+    groups: Sequence[_Group], *, first_group: int, pad: int, loss: TrlLoss, meta: dict[str, Any]
 ) -> MicroBatch:
     group_size = len(groups[0].completions)
-    prompts = [group.prompt_ids for group in groups for _ in range(group_size)]
-    completions = [ids for group in groups for ids in group.completions]
-    prompt_tokens = max(map(len, prompts))
-    completion_tokens = max(map(len, completions))
     rewards = torch.cat([group.rewards for group in groups])
-    return MicroBatch(
-        prompt_ids=torch.tensor([[pad] * (prompt_tokens - len(ids)) + ids for ids in prompts]),
-        prompt_mask=torch.tensor([[0] * (prompt_tokens - len(ids)) + [1] * len(ids) for ids in prompts]),
-        completion_ids=torch.tensor([ids + [pad] * (completion_tokens - len(ids)) for ids in completions]),
-        completion_mask=torch.tensor([[1] * len(ids) + [0] * (completion_tokens - len(ids)) for ids in completions]),
-        advantages=group_advantages(rewards, group_size=group_size),
-        group_ids=torch.arange(first_group, first_group + len(groups)).repeat_interleave(group_size),
+    return sampled_micro_batch(
+        prompts=[group.prompt_ids for group in groups for _ in range(group_size)],
+        completions=[ids for group in groups for ids in group.completions],
         rewards=rewards,
-        loss_tokens=loss_tokens,
+        advantages=group_advantages(rewards, group_size=group_size),
+        group_ids=[first_group + i for i in range(len(groups)) for _ in range(group_size)],
+        loss=loss,
+        pad_token_id=pad,
         meta={**meta, "questions": [group.item["question"] for group in groups]},
     )

@@ -4,6 +4,9 @@
     with attach(model, load_plan("plans/smollm2-math.json")):
         train()
 
+A plan with several variants takes one for each micro-batch, before its first layer: by its size, and by its exposure where the
+trainer tells it (`handle.microbatch`). All ranks take the same.
+
 What it does NOT do: profile, plan, change the forward pass, touch generation or evaluation without gradients (there the layer's
 own forward runs), or keep a model alive. A copied, pickled or loaded model carries an inert handle.
 """
@@ -11,7 +14,6 @@ own forward runs), or keep a model alive. A copied, pickled or loaded model carr
 from __future__ import annotations
 
 import types
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,19 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import PushToHubMixin
 
 from hilore_cli.capture import JointGraph, graph_digest, model_identity, unit_keys
+from hilore_cli.choice import RECOMPUTE_ALL, VariantChoice
 from hilore_cli.errors import CaptureError, HiloreError, PlanMismatchError
 from hilore_cli.models import decoder_layers, unwrapped
 from hilore_cli.partition import compile_layer, compiler_settings
-from hilore_cli.schema import FrozenPlan, ModelId, Pattern, Variant, load_frozen_plan
-
-RECOMPUTE_ALL = "recompute-all"
-"""Name of the pattern that micro-batches above the largest variant fall back to: exact, and never over checkpointing's peak."""
+from hilore_cli.schema import ExposureRule, FrozenPlan, ModelId, Pattern, Variant, load_frozen_plan
 
 Runner = Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]]
 
@@ -41,10 +42,11 @@ def load_plan(path: Path | str) -> FrozenPlan:
     return load_frozen_plan(path)
 
 
-def attach(model: nn.Module, plan: FrozenPlan) -> Handle:
+def attach(model: nn.Module, plan: FrozenPlan, *, group: dist.ProcessGroup | None = None) -> Handle:
     """Install a frozen plan on the model it was made for; returns a handle that is a context manager.
 
-    Raises PlanMismatchError when model, dtype, attention implementation, layer count or trainable parameters are not
+    `group`: the ranks that must take the same variant (their micro-batches go through the model together); by default all of
+    torch.distributed, where it is initialised. Raises PlanMismatchError when model, dtype, attention implementation, layer count or trainable parameters are not
     those of the plan, or when a plan is attached already.
     """
     model = unwrapped(model)
@@ -54,7 +56,7 @@ def attach(model: nn.Module, plan: FrozenPlan) -> Handle:
     fqns = [fqn for fqn, _ in decoder_layers(model)]
     if len(fqns) != len(plan.layer_fqns):
         raise PlanMismatchError(f"plan {plan.name}: made for {len(plan.layer_fqns)} decoder layers, the model has {len(fqns)}")
-    return attach_patterns(model, patterns=plan.patterns, variants=plan.variants, name=plan.name, fallback=plan.fallback, graph_digests=plan.graph_digests)
+    return attach_patterns(model, patterns=plan.patterns, variants=plan.variants, name=plan.name, fallback=plan.fallback, graph_digests=plan.graph_digests, micro_batches=plan.micro_batches, exposure_rule=plan.budgets.exposure_rule, group=group)
 
 
 def check_identity(found: ModelId, expected: ModelId, *, name: str) -> None:
@@ -83,6 +85,9 @@ def attach_patterns(
     name: str,
     fallback: Sequence[str] = (),
     graph_digests: Sequence[str] = (),
+    micro_batches: int = 1,
+    exposure_rule: ExposureRule = "squared",
+    group: dist.ProcessGroup | None = None,
     run: Runner | None = None,
     on_split: Callable[[JointGraph], None] | None = None,
 ) -> Handle:
@@ -94,7 +99,8 @@ def attach_patterns(
     for variant in variants:
         if len(variant.layers) != len(layers):
             raise PlanMismatchError(f"plan {name}: made for {len(variant.layers)} decoder layers, the model has {len(layers)}")
-    program = Program(name=name, patterns=patterns, variants=variants, graph_digests=graph_digests, run=run, on_split=on_split)
+    choice = VariantChoice(name=name, variants=variants, micro_batches=micro_batches, rule=exposure_rule, group=group)
+    program = Program(name=name, patterns=patterns, choice=choice, graph_digests=graph_digests, run=run, on_split=on_split)
     handle = Handle(program=program, layers=layers, fallback=fallback)
     handle.install()
     return handle
@@ -131,6 +137,24 @@ class Handle:
             layer._hilore = LayerHandle(program=self.program, index=index, fqn=fqn, checkpointed=fqn in self._fallback)
             layer.forward = types.MethodType(forward, layer)
 
+    def expect(self, weights: Sequence[float]) -> None:
+        """Tell the weights (exposure.weight_of) of all micro-batches of the coming update, in any order: what each is compared with.
+
+        Without it a micro-batch is compared with the last that were told, as many as the profiled update had; until then it
+        gets the variant for the highest exposure.
+        """
+        self.program.choice.expect(weights)
+
+    def microbatch(self, *, exposure: Tensor | float | None = None, logps: Tensor | None = None, tokens: int | None = None, length: int | None = None) -> None:
+        """Tell of the micro-batch that comes next.
+
+        `exposure`: c = dL/dlogp of its tokens, any shape, as known before the forward (hilore_cli.exposure), or its weight as a
+        number (exposure.weight_of); `logps`: log-probabilities of the same tokens when they were sampled, for a plan whose rule
+        is "logits"; `tokens`: rows x padded length, `length`: padded tokens of a row. What is not told is seen at the first
+        layer. With torch.distributed every rank must call it.
+        """
+        self.program.choice.tell(exposure=exposure, logps=logps, tokens=tokens, length=length)
+
     def detach(self) -> None:
         """Give every layer its own forward back. Calling it twice is harmless."""
         for _, reference in self._layers:
@@ -145,6 +169,16 @@ class Handle:
         return self.program.calls
 
     @property
+    def exposure_rule(self) -> ExposureRule:
+        """What `microbatch` makes of a tensor of exposures."""
+        return self.program.choice.rule
+
+    @property
+    def microbatches(self) -> Counter[str]:
+        """How many micro-batches each variant has served, by its label."""
+        return self.program.choice.served
+
+    @property
     def graphs(self) -> Counter[str]:
         """How many joint graphs were split for each pattern: more than a few means recompiles."""
         return self.program.splits
@@ -153,10 +187,10 @@ class Handle:
 class Program:
     """The patterns of one attached plan, compiled on first use and shared by the layers."""
 
-    def __init__(self, *, name: str, patterns: Mapping[str, Pattern], variants: Sequence[Variant], graph_digests: Sequence[str], run: Runner | None, on_split: Callable[[JointGraph], None] | None) -> None:
+    def __init__(self, *, name: str, patterns: Mapping[str, Pattern], choice: VariantChoice, graph_digests: Sequence[str], run: Runner | None, on_split: Callable[[JointGraph], None] | None) -> None:
         self.name = name
         self.patterns = {**patterns, RECOMPUTE_ALL: Pattern()}
-        self.variants = sorted(variants, key=lambda v: v.max_tokens)
+        self.choice = choice
         self.calls: Counter[str] = Counter()
         self.splits: Counter[str] = Counter()
         self.current_layer = -1
@@ -164,26 +198,12 @@ class Program:
         self._on_split = on_split
         self._graph_digests = frozenset(graph_digests)
         self._compiled: dict[tuple[str, type], Callable[..., Any]] = {}
-        self._warned: set[str] = set()
-
-    def pattern_of(self, layer: int, *, rows: int, length: int) -> str:
-        """Name of the layer's pattern for a micro-batch of this size; recompute-all above the largest variant."""
-        for variant in self.variants:
-            if variant.holds(tokens=rows * length, length=length):
-                return variant.layers[layer]
-        largest = self.variants[-1]
-        self.warn_once("size", f"a micro-batch of {rows} x {length} = {rows * length} tokens is above the plan's largest ({largest.max_tokens} tokens, rows of {largest.max_length or 'any length'}); every layer is recomputed for it. Profile with --tokens {rows * length}")
-        return RECOMPUTE_ALL
-
-    def warn_once(self, topic: str, text: str) -> None:
-        if topic not in self._warned:
-            self._warned.add(topic)
-            warnings.warn(f"plan {self.name}: {text}", stacklevel=4)
 
     def call(self, layer: nn.Module, handle: LayerHandle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer's training forward under its pattern."""
         hidden = args[0] if args else kwargs["hidden_states"]
-        name = self.pattern_of(handle.index, rows=hidden.shape[0], length=hidden.shape[1])
+        variant = self.choice.at_layer(handle.index, rows=hidden.shape[0], length=hidden.shape[1])
+        name = RECOMPUTE_ALL if variant is None else variant.layers[handle.index]
         compiled = self._compiled_for(name, type(layer))
         self.current_layer = handle.index
         try:
@@ -212,9 +232,9 @@ class Program:
             foreign = "a layer's graph is not one that was profiled (no padding where there was some, another precision, mode or version)"
             missing = set(self.patterns[name].actions) - set(unit_keys(joint).values())
             if missing:
-                self.warn_once("units", f"{foreign} and has no unit {sorted(missing)[0]!r}; such layers are recomputed whole, exactly. Profile the model as it is run")
+                self.choice.warn_once("units", f"{foreign} and has no unit {sorted(missing)[0]!r}; such layers are recomputed whole, exactly. Profile the model as it is run")
                 return Pattern()
-            self.warn_once("graph", f"{foreign}; the plan is carried out by unit names, its peak and gradient error hold for the profiled graph only. Profile the model as it is run")
+            self.choice.warn_once("graph", f"{foreign}; the plan is carried out by unit names, its peak and gradient error hold for the profiled graph only. Profile the model as it is run")
         if self._on_split is not None:
             self._on_split(joint)
         return None

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -19,13 +20,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hilore_cli.errors import HiloreError, PlanMismatchError, ProfileError
 
-PROFILE_VERSION = 1
-PLAN_VERSION = 1
-FROZEN_VERSION = 1
-BENCH_VERSION = 1
+PROFILE_VERSION = 2
+PLAN_VERSION = 2
+FROZEN_VERSION = 2
+BENCH_VERSION = 2
 
 INPUT_UNIT = "input"
 """Key of the one recovery unit that no operator makes: the layer's input."""
+
+
+ExposureRule = Literal["logits", "squared", "scalar", "tokens"]
+"""How a micro-batch is weighed before its forward: sum of (c (1 - p))^2, the loss's derivative by the logit of each loss token, p its
+probability when it was sampled; sum of c^2; (sum of |c|)^2; or its tokens alone, exposure ignored."""
 
 
 class Strict(BaseModel):
@@ -176,12 +182,58 @@ class StepPeaks(Strict):
     gc_bytes: int
 
 
-class CalibrationPair(Strict):
-    """One measured plan: predicted sum of rho^2 against the measured squared error of the whole gradient."""
+class SmallerAccount(Strict):
+    """The account at a smaller micro-batch: between the two, and below, its rows are taken as linear in the tokens."""
 
-    label: str
-    predicted_rho2: float
-    measured_rel_error: float
+    tokens: int
+    account: Account
+
+
+class MicroBatchRow(Strict):
+    """One micro-batch of the profiled update: what is known of it before its forward, and its exact gradient."""
+
+    source: str
+    digest: str
+    rows: int
+    length: int
+    tokens: int
+    loss_tokens: int
+    logits: float | None = Field(ge=0, description="sum of (c (1 - p))^2; None where no log-probabilities were recorded")
+    squared: float = Field(ge=0, description="sum of c^2 over its loss tokens, c = dL/dlogp")
+    scalar: float = Field(ge=0, description="(sum of |c|)^2: one scalar a micro-batch, as published")
+    uniform: float = Field(ge=0, description="sum of z^2: every loss token as if its advantage were 1")
+    gradient_norm: float = Field(ge=0)
+
+    def weight(self, rule: ExposureRule) -> float | None:
+        """What its squared gradient is taken to go with, under a rule; None where that is not known."""
+        return {"logits": self.logits, "squared": self.squared, "scalar": self.scalar, "tokens": self.uniform}[rule]
+
+
+class CalibrationPair(Strict):
+    """One measured (plan, micro-batch): predicted sum of rho^2 against the measured error of the micro-batch's gradient."""
+
+    codec: str
+    plan: str = Field(description="which units on which layers, in words")
+    micro_batch: str
+    heldout: bool = Field(description="whether the micro-batch is another one than that whose risk was measured")
+    predicted_rho2: float = Field(gt=0)
+    measured_rel_error: float = Field(ge=0)
+
+    @property
+    def ratio(self) -> float:
+        """Measured eps^2 over predicted sum of rho^2."""
+        return self.measured_rel_error**2 / self.predicted_rho2
+
+
+class Kappa(Strict):
+    """Calibration of one codec: predicted eps^2 = value x sum of rho^2."""
+
+    codec: str
+    value: float = Field(gt=0, description="upper prediction limit of the ratio eps^2 / sum rho^2 of a further pair (risk.py)")
+    quantile: float
+    pairs: int
+    micro_batches: int
+    coverage: float = Field(description="share of pairs below the limit that the other micro-batches give")
 
 
 class Profile(Strict):
@@ -194,6 +246,7 @@ class Profile(Strict):
     machine: Machine
     model: ModelId
     batch: BatchId
+    sources: list[str] = Field(description="of the update's micro-batches, as they were given: files, folders, or bare names of shipped ones")
     head: str
     codecs: list[str]
     seed: int
@@ -201,11 +254,18 @@ class Profile(Strict):
     account: Account
     times: StepTimes
     peaks: StepPeaks
-    kappa: float = Field(gt=0, description="predicted eps^2 = kappa x sum of rho^2 (design section 6)")
+    smaller: SmallerAccount | None = Field(description="None where the micro-batch has but one row")
+    micro_batches: list[MicroBatchRow] = Field(description="of the update, the profiled one first")
+    update_gradient_norm: float = Field(gt=0, description="norm of the gradient of all its micro-batches together")
+    kappas: list[Kappa]
     calibration: list[CalibrationPair]
     layers: list[LayerRow]
     classes: list[LayerClass]
     units: list[UnitRow]
+
+    def kappa(self, codec: str) -> float:
+        """1 for a codec that was not calibrated: it has no unit either."""
+        return next((row.value for row in self.kappas if row.codec == codec), 1.0)
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
@@ -247,6 +307,22 @@ class Prediction(Strict):
         return (self.gc_us - self.step_us) / span if span > 0 else 0.0
 
 
+class UpdatePrediction(Strict):
+    """What the variants are said to do together on the profiled update."""
+
+    micro_batches: int
+    step_us: float
+    gc_us: float
+    none_us: float
+    rel_error: float
+
+    @property
+    def recovered(self) -> float:
+        """(T_gc - T_plan) / (T_gc - T_none); 0 when checkpointing costs nothing."""
+        span = self.gc_us - self.none_us
+        return (self.gc_us - self.step_us) / span if span > 0 else 0.0
+
+
 class SolverRecord(Strict):
     """How the plan was found and how good it is known to be."""
 
@@ -278,7 +354,49 @@ class Budgets(Strict):
     cap_bytes: int
     risk: float
     codecs: list[str]
-    max_patterns: int
+    max_patterns: int = Field(description="distinct patterns of one variant")
+    exposure_rule: ExposureRule = "squared"
+
+
+# --------------------------------------------------------------------------------------------------------------- variants
+
+
+class Variant(Strict):
+    """A full set of patterns for micro-batches of up to `max_tokens` (rows x padded length) in rows of up to `max_length`,
+    and of up to `max_exposure` times the update's mean squared exposure; None: any.
+    """
+
+    max_tokens: int = Field(gt=0)
+    max_length: int | None = Field(default=None, gt=0, description="padded tokens of a row: eager attention is quadratic in it; None: any")
+    max_exposure: float | None = Field(default=None, ge=0)
+    layers: list[str] = Field(description="pattern name of each layer, in order")
+
+    @property
+    def label(self) -> str:
+        exposure = "" if self.max_exposure is None else f", exposure up to {self.max_exposure:.3g}"
+        return f"up to {self.max_tokens} tokens{exposure}"
+
+
+class PlannedVariant(Variant):
+    """A variant with what it is predicted to do on a micro-batch of `max_tokens`."""
+
+    micro_batches: int = Field(description="of the profiled update, that fall to it")
+    risk: float = Field(description="relative gradient error that it may bring into one of its micro-batches")
+    step_us: float
+    peak_bytes: int
+    rel_error: float
+
+
+def variant_for(variants: Sequence[Variant], *, tokens: int, length: int, exposure: float | None = None) -> Variant | None:
+    """The variant of the smallest size that holds a micro-batch, and in that size of the least exposure that does; None above the
+    largest. An unknown exposure gets the variant made for the highest.
+    """
+    order = sorted(variants, key=lambda v: (v.max_tokens, math.inf if v.max_exposure is None else v.max_exposure))
+    fitting = [v for v in order if tokens <= v.max_tokens and (v.max_length is None or length <= v.max_length)]
+    if not fitting:
+        return None
+    size = [v for v in fitting if v.max_tokens == fitting[0].max_tokens]
+    return next(v for v in size if v.max_exposure is None or (exposure is not None and exposure <= v.max_exposure))
 
 
 class Plan(Strict):
@@ -290,34 +408,25 @@ class Plan(Strict):
     profile: str
     profile_digest: str
     model: ModelId
-    batch: BatchId
+    batch: BatchId = Field(description="the micro-batch that was profiled in full")
+    sources: list[str] = Field(description="of the update's micro-batches, as they were given")
     graph_digests: list[str] = Field(description="digests of the profiled layers' joint graphs")
     head: str
     budgets: Budgets
     patterns: dict[str, Pattern]
-    layers: list[str] = Field(description="pattern name of each layer, in order")
-    predicted: Prediction
+    layers: list[str] = Field(description="pattern name of each layer on the profiled micro-batch, in order")
+    variants: list[PlannedVariant] = Field(min_length=1)
+    predicted: Prediction = Field(description="of the variant for the profiled micro-batch, on it")
+    update: UpdatePrediction
     solver: SolverRecord
     alternatives: list[Alternative]
 
     @model_validator(mode="after")
     def _layers_name_patterns(self) -> Plan:
-        return _checked_layers(self, self.layers)
+        return _checked_variants(self, extra=self.layers)
 
 
 # --------------------------------------------------------------------------------------------------------------- frozen
-
-
-class Variant(Strict):
-    """A full set of patterns for micro-batches of up to `max_tokens` (rows x padded length) in rows of up to `max_length`."""
-
-    max_tokens: int = Field(gt=0)
-    max_length: int | None = Field(default=None, gt=0, description="padded tokens of a row: eager attention is quadratic in it; None: any")
-    layers: list[str]
-
-    def holds(self, *, tokens: int, length: int) -> bool:
-        """Whether a micro-batch of so many tokens in rows of this length is within what was profiled."""
-        return tokens <= self.max_tokens and (self.max_length is None or length <= self.max_length)
 
 
 class Measurement(Strict):
@@ -339,14 +448,17 @@ class FrozenPlan(Strict):
     plan_digest: str
     model: ModelId
     batch: BatchId
+    sources: list[str]
     graph_digests: list[str]
     head: str
     budgets: Budgets
     patterns: dict[str, Pattern]
     layer_fqns: list[str]
     fallback: list[str] = Field(default_factory=list, description="fqns of layers that are left to torch's checkpoint")
-    variants: list[Variant] = Field(description="by growing max_tokens; above the largest every layer is recomputed")
+    variants: list[Variant] = Field(min_length=1, description="above the largest every layer is recomputed")
+    micro_batches: int = Field(gt=0, description="of the profiled update: over so many an exposure is compared with the mean")
     predicted: Prediction
+    update: UpdatePrediction
     measured: Measurement | None
     digest: str = ""
 
@@ -354,12 +466,16 @@ class FrozenPlan(Strict):
 
     @model_validator(mode="after")
     def _variants_name_patterns(self) -> FrozenPlan:
-        return _checked_layers(self, [name for variant in self.variants for name in variant.layers])
+        return _checked_variants(self)
 
 
-def _checked_layers(plan: Any, names: list[str]) -> Any:
-    if unknown := set(names) - set(plan.patterns):
+def _checked_variants(plan: Any, *, extra: Sequence[str] = ()) -> Any:
+    used = {name for variant in plan.variants for name in variant.layers} | set(extra)
+    if unknown := used - set(plan.patterns):
         raise ValueError(f"a layer names pattern {sorted(unknown)[0]!r}, which the file does not hold")
+    for tokens in {variant.max_tokens for variant in plan.variants}:
+        if [v.max_exposure for v in plan.variants if v.max_tokens == tokens].count(None) != 1:
+            raise ValueError(f"the variants of {tokens} tokens need exactly one without max_exposure, for unknown and high exposure")
     return plan
 
 
@@ -380,6 +496,9 @@ class MethodRow(Strict):
     cpu_speedup_vs_gc: float = Field(description="the same from CPU time; the steadier figure at one thread")
     cpu_speedup_low: float
     cpu_speedup_high: float
+    recovered: float = Field(description="(T_gc - T) / (T_gc - T_none), median over the repeats, from the report's clock")
+    recovered_low: float
+    recovered_high: float
 
 
 class Outcome(Strict):
@@ -392,7 +511,7 @@ class Outcome(Strict):
 
 
 class BenchReport(Strict):
-    """none, checkpointing, the plan and whatever else was asked for, interleaved in one process on one micro-batch."""
+    """none, checkpointing, the plan and whatever else was asked for, interleaved in one process on one update."""
 
     format: Literal["hilore-bench"] = "hilore-bench"
     version: int = BENCH_VERSION
@@ -400,14 +519,14 @@ class BenchReport(Strict):
     plan_digest: str
     date: str
     machine: Machine
-    batch: BatchId
+    batches: list[BatchId] = Field(min_length=1, description="micro-batches of the update")
     head: str
     repeats: int
     clock: Literal["wall", "cpu"] = Field(description="what the four figures below are taken from: CPU time at one thread, wall time at more")
     methods: list[MethodRow]
     speedup_vs_gc: float
     ceiling_vs_gc: float = Field(description="speed-up of no checkpointing over checkpointing")
-    recovered: float = Field(description="(T_gc - T_plan) / (T_gc - T_none), from the two speed-ups")
+    recovered: float = Field(description="(T_gc - T_plan) / (T_gc - T_none)")
     peak_vs_gc: float
     rel_error: float
     predicted: Outcome

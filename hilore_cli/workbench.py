@@ -1,15 +1,15 @@
-"""One model, one micro-batch, one optimizer, and the ways to run an update on them: what is measured is run here.
+"""One model, the micro-batches of one update, one optimizer, and the ways to run it: what is measured is run here.
 
 Methods: `none`, `gc` (Hugging Face's own checkpointing), `store` and `recompute` (the runtime's uniform plans), and plans under
-names of their own. Each plan is compiled once and attached only while it runs. The learning rate is zero, so that every run
+names of their own (`add_plan`). Each plan is compiled once and attached only while it runs. The learning rate is zero, so that every run
 of every method sees the same weights.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,40 +19,46 @@ from torch import Tensor, fx, nn
 from hilore_cli.batches import MicroBatch
 from hilore_cli.capture import JointGraph
 from hilore_cli.errors import ProfileError
-from hilore_cli.grpo import GrpoConfig, actor_update, gradients, make_optimizer
+from hilore_cli.grpo import BeforeForward, GrpoConfig, actor_update, gradients, make_optimizer
 from hilore_cli.models import decoder_layers, text_decoder
 from hilore_cli.peak import measure_peak, static_bytes_of
 from hilore_cli.runtime import Handle, Program, attach_patterns
-from hilore_cli.schema import Pattern, Variant
+from hilore_cli.schema import ExposureRule, Pattern, Variant
 
 UNLIMITED_TOKENS = 2**40
+UNIFORM = ("store", "recompute")
+ASSIGNED = "assigned"
+SKIP = "+skip"
 
 Progress = Callable[[str, int, int], None]
 """Told of (what is being done, done, of how many)."""
 
 
 class Workbench:
-    """One model, one micro-batch, one optimizer, and the four ways to run an update on them."""
+    """One model, the micro-batches of one update (`batches`, which may be exchanged), one optimizer, and the ways to run it."""
 
-    def __init__(self, model: nn.Module, micro_batch: MicroBatch, config: GrpoConfig) -> None:
+    def __init__(self, model: nn.Module, batches: Sequence[MicroBatch], config: GrpoConfig) -> None:
         self.model = model
-        self.micro_batch = micro_batch
+        self.batches = list(batches)
         self.config = replace(config, learning_rate=0.0, weight_decay=0.0)
         self.optimizer = make_optimizer(model, self.config)
         self.layers = decoder_layers(model)
         self.device = next(model.parameters()).device
         vocabulary = text_decoder(model).get_input_embeddings().weight.shape[0]
-        if (largest := int(micro_batch.input_ids.max())) >= vocabulary:
+        if (largest := max(int(batch.input_ids.max()) for batch in batches)) >= vocabulary:
             raise ProfileError(f"micro-batch: holds token id {largest}, the model's vocabulary has {vocabulary}; record it with this model's tokenizer (hilore rollout)")
         self.recorder = Recorder()
+        self.before: BeforeForward | None = None
+        self.skipping: list[MicroBatch] = []
         self._handles: dict[str, Handle] = {}
         self._compiled: set[str] = set()
 
     def update(self) -> None:
-        actor_update(self.model, self.optimizer, [self.micro_batch], self.config)
+        actor_update(self.model, self.optimizer, self.batches, self.config, before=self.before)
 
     def gradients(self) -> dict[str, Tensor]:
-        return gradients(self.model, self.micro_batch, self.config)
+        """The gradient of all micro-batches together."""
+        return gradients(self.model, self.batches, self.config, before=self.before)
 
     def gradients_by(self, method: str) -> dict[str, Tensor]:
         """Gradients of the micro-batch by a method; compiles what it runs."""
@@ -70,28 +76,65 @@ class Workbench:
             self.optimizer.step()  # at a learning rate of zero
         return static_bytes_of(self.model, self.optimizer)
 
-    def method(self, name: str, patterns: dict[str, Pattern] | None = None, layers: Sequence[str] | None = None, fallback: Sequence[str] = ()) -> AbstractContextManager[Any]:
-        """Context in which updates run by a method: none, gc, store, recompute, or patterns of one's own under a new name."""
-        if name == "none":
-            return _nothing()
-        if name == "gc":
-            return checkpointing(self.model)
+    def add_plan(self, name: str, patterns: Mapping[str, Pattern], variants: Sequence[Variant], *, fallback: Sequence[str] = (), micro_batches: int = 1, rule: ExposureRule = "squared") -> None:
+        """Make a plan a method of this name."""
+        if name in self._handles or name in ("none", "gc", *UNIFORM):
+            raise ValueError(f"method {name!r} is there already")
+        self._handles[name] = self._detached(name, patterns, variants, fallback=fallback, micro_batches=micro_batches, exposure_rule=rule)
+
+    @contextmanager
+    def method(self, name: str) -> Iterator[Handle | None]:
+        """Context in which updates run by a method: none, gc, store, recompute, or a plan that was added.
+
+        With "+skip" after it the update is that of `skipping`, without the rows that have no gradient.
+        """
+        if name.endswith(SKIP):
+            whole, self.batches = self.batches, self.skipping
+            try:
+                with self.method(name.removesuffix(SKIP)) as handle:
+                    yield handle
+            finally:
+                self.batches = whole
+        elif name == "none":
+            yield None
+        elif name == "gc":
+            with checkpointing(self.model):
+                yield None
+        else:
+            with self._handle(name) as handle:
+                rule = handle.exposure_rule
+                weights = [batch.weight(rule) for batch in self.batches]
+                if None not in weights:
+                    handle.expect(weights)
+                self.before = lambda batch: handle.microbatch(exposure=batch.weight(rule), tokens=batch.tokens, length=batch.shape[1])
+                try:
+                    yield handle
+                finally:
+                    self.before = None
+
+    @contextmanager
+    def assigned(self, patterns: Mapping[str, Pattern], layers: Sequence[str]) -> Iterator[Handle]:
+        """Like `method`, for the calibration's patterns, whose layers change from call to call: compiled patterns are kept."""
+        variants = [Variant(max_tokens=UNLIMITED_TOKENS, layers=list(layers))]
+        if ASSIGNED not in self._handles:
+            self.add_plan(ASSIGNED, patterns, variants)
+        self._handles[ASSIGNED].program.choice.variants = variants
+        with self.method(ASSIGNED) as handle:
+            yield handle
+
+    def _handle(self, name: str) -> Handle:
         if name not in self._handles:
-            if patterns is None:
-                patterns = {name: {"store": Pattern(default="store"), "recompute": Pattern()}[name]}
-            variant = Variant(max_tokens=UNLIMITED_TOKENS, layers=list(layers or [name] * len(self.layers)))
+            pattern = {"store": Pattern(default="store"), "recompute": Pattern()}[name]
             watch = {"run": self.recorder.run, "on_split": self.recorder.joints.append} if name == "recompute" else {}
-            handle = attach_patterns(self.model, patterns=patterns, variants=[variant], name=name, fallback=fallback, **watch)
+            handle = self._detached(name, {name: pattern}, [Variant(max_tokens=UNLIMITED_TOKENS, layers=[name] * len(self.layers))], **watch)
             if watch:
                 self.recorder.program = handle.program
-            handle.detach()
             self._handles[name] = handle
         return self._handles[name]
 
-    def assigned(self, name: str, patterns: dict[str, Pattern], layers: Sequence[str]) -> AbstractContextManager[Any]:
-        """Like `method`, with the layers' patterns chosen anew each time: compiled patterns are kept."""
-        handle = self.method(name, patterns, layers)
-        handle.program.variants = [Variant(max_tokens=UNLIMITED_TOKENS, layers=list(layers))]
+    def _detached(self, name: str, patterns: Mapping[str, Pattern], variants: Sequence[Variant], **options: Any) -> Handle:
+        handle = attach_patterns(self.model, patterns=patterns, variants=variants, name=name, **options)
+        handle.detach()
         return handle
 
     def peak_bytes(self, method: str) -> int:
@@ -143,11 +186,6 @@ def checkpointing(model: nn.Module):
         yield
     finally:
         model.gradient_checkpointing_disable()
-
-
-@contextmanager
-def _nothing():
-    yield
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> tuple[float, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -11,12 +13,15 @@ from hilore_cli.schema import (
     BatchId,
     CalibrationPair,
     GraphNode,
+    Kappa,
     LayerClass,
     LayerRow,
     Machine,
+    MicroBatchRow,
     ModelId,
     Pattern,
     Profile,
+    SmallerAccount,
     StepPeaks,
     StepTimes,
     UnitRow,
@@ -87,9 +92,13 @@ def make_profile(
     seed: int = 0,
     spread: float = 0.6,
     kappa: float = 1.1,
+    micro_batches: Sequence[tuple[int, float, float]] = (),
     store_us: float | None = None,
 ) -> Profile:
-    """A profile whose measured times agree with its rows: recompute-all costs exactly the sum of the node times."""
+    """A profile whose measured times agree with its rows: recompute-all costs exactly the sum of the node times.
+
+    `micro_batches`: those of the update beside the profiled one, as (tokens, sum of c^2, |g_m|); the profiled one has 1 and 1.
+    """
     layer_class = layer_class or smollm2_class()
     rng = random.Random(seed)
     units = []
@@ -109,6 +118,7 @@ def make_profile(
     store = simulate_layer(layer_class, Pattern(default="store"), payload_bytes=lambda unit, codec: 0)
     gc_bytes = static_bytes + max(head_bytes + layers * timeline.stored_bytes, (layers - 1) * timeline.stored_bytes + timeline.backward_peak_bytes)
     none_bytes = static_bytes + max(head_bytes + layers * store.stored_bytes, (layers - 1) * store.stored_bytes + store.backward_peak_bytes)
+    account = Account(weights_bytes=static_bytes // 4, gradients_bytes=static_bytes // 4, optimizer_bytes=static_bytes - 2 * (static_bytes // 4), shared_bytes=0, head_bytes=head_bytes, tail_bytes=0, update_bytes=0)
     return Profile(
         name="synthetic",
         created="2026-01-01T00:00:00Z",
@@ -119,12 +129,19 @@ def make_profile(
         codecs=list(codecs),
         seed=0,
         gradient_norm=1.0,
-        account=Account(weights_bytes=static_bytes // 4, gradients_bytes=static_bytes // 4, optimizer_bytes=static_bytes - 2 * (static_bytes // 4), shared_bytes=0, head_bytes=head_bytes, tail_bytes=0, update_bytes=0),
+        account=account,
         times=StepTimes(none_us=store_us, gc_us=store_us + 1.1 * replay_us, recompute_us=store_us + replay_us, repeats=3, threads=1),
         peaks=StepPeaks(none_bytes=none_bytes, gc_bytes=gc_bytes),
-        kappa=kappa,
-        calibration=[CalibrationPair(label="invented", predicted_rho2=1e-4, measured_rel_error=1.05e-2)],
+        smaller=SmallerAccount(tokens=512, account=account.model_copy(update={"head_bytes": head_bytes // 2})),
+        micro_batches=[micro_batch_row(*figures) for figures in ((1024, 1.0, 1.0), *micro_batches)],
+        update_gradient_norm=math.sqrt(sum(norm**2 for _, _, norm in ((1024, 1.0, 1.0), *micro_batches))),
+        kappas=[Kappa(codec=codec, value=kappa, quantile=0.95, pairs=8, micro_batches=2, coverage=1.0) for codec in codecs],
+        calibration=[CalibrationPair(codec=codec, plan="invented", micro_batch="invented", heldout=True, predicted_rho2=1e-4, measured_rel_error=1.05e-2) for codec in codecs],
         layers=[LayerRow(index=i, fqn=f"model.layers.{i}", layer_class=layer_class.name, grad_norm=1.0, input_grad_norm=1.0, noise_transfer=1.0) for i in range(layers)],
         classes=[layer_class],
         units=units,
     )
+
+
+def micro_batch_row(tokens: int, squared: float, gradient_norm: float) -> MicroBatchRow:
+    return MicroBatchRow(source="invented", digest="m", rows=max(1, tokens // 64), length=64, tokens=tokens, loss_tokens=tokens // 2, squared=squared, scalar=squared, uniform=tokens / 1024, gradient_norm=gradient_norm)

@@ -15,10 +15,10 @@ import hilore_cli
 PACKAGE = Path(hilore_cli.__file__).parent
 FLOORS = {
     0: ["errors", "sizes", "schema", "malloc"],
-    1: ["exposure", "timeline", "ilp", "program", "planner"],
+    1: ["exposure", "scaling", "timeline", "ilp", "program", "step_planner", "planner"],
     2: ["codecs"],
-    3: ["capture", "partition", "runtime", "batches", "tasks", "models", "grpo"],
-    4: ["rollout", "peak", "risk", "workbench", "profiler", "bench"],
+    3: ["capture", "partition", "choice", "runtime", "batches", "captured", "tasks", "models", "grpo"],
+    4: ["rollout", "peak", "risk", "workbench", "calibration", "profiler", "bench"],
     5: ["integrations"],
     6: ["report", "cli", "__main__"],
 }

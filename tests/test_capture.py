@@ -11,7 +11,6 @@ from torch import nn
 from hilore_cli.capture import (
     activation_inputs,
     describe_joint,
-    evaluate_terms,
     forward_nodes,
     is_random,
     model_identity,
@@ -22,6 +21,7 @@ from hilore_cli.errors import CaptureError
 from hilore_cli.models import decoder_layers, unwrapped
 from hilore_cli.partition import compile_layer, compiler_settings
 from hilore_cli.runtime import attach
+from hilore_cli.scaling import evaluate_terms
 from hilore_cli.schema import Pattern
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1, "mlp_only_layers": []}

@@ -11,10 +11,11 @@ from profiles_for_tests import MIB, chain_class, make_profile
 
 from hilore_cli import ilp
 from hilore_cli.errors import InfeasibleError, ProfileError, UsageError
-from hilore_cli.planner import GAP_OF_STEP, solve_plan, time_scale
+from hilore_cli.planner import solve_plan
 from hilore_cli.program import replayed_units
 from hilore_cli.schema import Pattern, Plan, Profile
 from hilore_cli.sizes import parse_cap
+from hilore_cli.step_planner import GAP_OF_STEP, time_scale
 from hilore_cli.timeline import simulate_layer, simulate_step
 
 
@@ -33,7 +34,7 @@ def check_plan(profile: Profile, plan: Plan) -> None:
     assert step.binding_moment == plan.predicted.binding_moment
     units = {(u.layer, u.unit, u.codec): u for u in profile.units}
     used = [units[i, unit, action.removeprefix("compress:")] for i, p in enumerate(patterns_in(plan)) for unit, action in p.actions.items() if action.startswith("compress:")]
-    least, most = ((profile.kappa * sum(getattr(u, field) for u in used)) ** 0.5 for field in ("rho2", "replayed_rho2"))
+    least, most = ((profile.kappa("int8") * sum(getattr(u, field) for u in used)) ** 0.5 for field in ("rho2", "replayed_rho2"))
     assert least * (1 - 1e-9) <= plan.predicted.rel_error <= most * (1 + 1e-9)
     assert plan.predicted.rel_error <= plan.budgets.risk * (1 + 1e-6)
     codec_us = sum(u.compress_us + u.decompress_us for u in used)
@@ -60,7 +61,7 @@ def enumerate_costs(profile: Profile, cap_bytes: int, risk: float):
     for pair in itertools.product(patterns, repeat=2):
         used = [units[i, u, "int8"] for i, p in enumerate(pair) for u, a in p.actions.items() if a == "compress:int8"]
         replayed = [chain_replays(p, u.unit) for p, u in ((pair[u.layer], u) for u in used)]
-        if profile.kappa * sum(u.replayed_rho2 if r else u.rho2 for u, r in zip(used, replayed, strict=True)) > risk**2:
+        if profile.kappa("int8") * sum(u.replayed_rho2 if r else u.rho2 for u, r in zip(used, replayed, strict=True)) > risk**2:
             continue
         step = simulate_step(profile, pair)
         if step.peak_bytes <= cap_bytes:

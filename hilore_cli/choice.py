@@ -1,0 +1,102 @@
+"""Which variant of a plan a micro-batch runs under: decided once, before its first layer, and alike on all ranks.
+
+A micro-batch's size is seen at the first layer, or told before. Its exposure has to be told: what counts is its weight relative to
+the mean of the update's micro-batches, so that neither the loss's normaliser nor its scale matters. The mean is of the weights that
+were announced for the update (`expect`), else of the last that were told, as many as the profiled update had; until there are
+so many, and wherever no exposure is told, the variant is the one for the highest exposure, which is the most careful.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from hilore_cli.errors import UsageError
+from hilore_cli.exposure import weight_of
+from hilore_cli.schema import ExposureRule, Variant, variant_for
+
+RECOMPUTE_ALL = "recompute-all"
+"""Name of the pattern that micro-batches above the largest variant fall back to: exact, and never over checkpointing's peak."""
+
+
+class VariantChoice:
+    """Which variant a micro-batch runs under: decided once, before its first layer, and alike on all ranks of the group."""
+
+    def __init__(self, *, name: str, variants: Sequence[Variant], micro_batches: int, rule: ExposureRule, group: dist.ProcessGroup | None) -> None:
+        self.name = name
+        self.variants = list(variants)
+        self.current: Variant | None = None
+        self.served: Counter[str] = Counter()
+        self.rule = rule
+        self._group = group
+        self._seen: deque[float] = deque(maxlen=micro_batches)
+        self._told: tuple[int, int, float | None] | None = None
+        self._last_layer = -1
+        self._warned: set[str] = set()
+
+    def expect(self, weights: Sequence[float]) -> None:
+        _, mean = self._agree([sum(weights) / max(len(weights), 1)])
+        self._seen = deque([mean[0]] * self._seen.maxlen, maxlen=self._seen.maxlen)
+
+    def tell(self, *, exposure: Tensor | float | None, logps: Tensor | None, tokens: int | None, length: int | None) -> None:
+        weight = self._weight(exposure, logps)
+        most, mean = self._agree([tokens or 0, length or 0, weight or 0.0])
+        relative = None
+        if weight is not None:
+            self._seen.append(mean[2])
+            reference = sum(self._seen) / len(self._seen)
+            if len(self._seen) == self._seen.maxlen:
+                relative = most[2] / reference if reference > 0 else 0.0
+        self._told = (int(most[0]), int(most[1]), relative)
+
+    def at_layer(self, layer: int, *, rows: int, length: int) -> Variant | None:
+        """The current variant; a layer not above the last one called begins a new micro-batch."""
+        if layer <= self._last_layer or self._last_layer < 0:
+            self._decide(rows=rows, length=length)
+        self._last_layer = layer
+        return self.current
+
+    def _decide(self, *, rows: int, length: int) -> None:
+        tokens, longest, exposure = self._told or (0, 0, None)
+        self._told = None
+        if tokens == 0 or longest == 0:
+            (tokens, longest), _ = self._agree([max(tokens, rows * length), max(longest, length)])
+        if rows * length > tokens or length > longest:  # told too little: sizes decide about memory, so what is there counts
+            self.warn_once("told", f"a micro-batch of {rows} x {length} tokens was announced as {tokens} in rows of {longest}; it runs by its real size, which other ranks may not share. Announce padded sizes")
+            tokens, longest = max(tokens, rows * length), max(longest, length)
+        self.current = variant_for(self.variants, tokens=int(tokens), length=int(longest), exposure=exposure)
+        self.served[RECOMPUTE_ALL if self.current is None else self.current.label] += 1
+        if self.current is None:
+            largest = max(self.variants, key=lambda v: v.max_tokens)
+            self.warn_once("size", f"a micro-batch of {int(tokens)} tokens in rows of {int(longest)} is above the plan's largest ({largest.max_tokens} tokens, rows of {largest.max_length or 'any length'}); every layer is recomputed for it. Profile with --tokens {int(tokens)}")
+
+    def _weight(self, exposure: Tensor | float | None, logps: Tensor | None) -> float | None:
+        if exposure is None or not isinstance(exposure, Tensor):
+            return exposure
+        if self.rule == "tokens":
+            raise UsageError(f"plan {self.name}: was made with exposure ignored (--weigh tokens); give the micro-batch's weight as a number, or no exposure")
+        try:
+            return weight_of(exposure.detach().double(), self.rule, logps=None if logps is None else logps.detach().double(), xp=torch)
+        except UsageError as error:
+            raise UsageError(f"plan {self.name}: {error}") from error
+
+    def _agree(self, values: list[float]) -> tuple[list[float], list[float]]:
+        """Greatest and mean of each value over the ranks."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) < 2:
+            return values, values
+        device = "cuda" if "nccl" in dist.get_backend(self._group) else "cpu"
+        mine = torch.tensor(values, dtype=torch.float64, device=device)
+        of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(of_ranks, mine, group=self._group)
+        together = torch.stack(of_ranks)
+        return together.amax(0).tolist(), together.mean(0).tolist()
+
+    def warn_once(self, topic: str, text: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(f"plan {self.name}: {text}", stacklevel=5)
