@@ -125,6 +125,7 @@ def make_profile(
         machine=Machine(device="cpu", cpu="invented", threads=1, torch="2.13.0", transformers="5", python="3.11", hilore="0.1.0"),
         model=ModelId(source="invented", architecture="LlamaForCausalLM", config_digest="c", layers=layers, parameters=1, trainable_digest="t", dtype="float32", attn_implementation="sdpa", lora_rank=None),
         batch=BatchId(source="invented", digest="b", task="math", rows=16, length=64, tokens=1024, loss_tokens=512, group_size=8),
+        sources=["invented"],
         head="full",
         codecs=list(codecs),
         seed=0,
@@ -144,4 +145,4 @@ def make_profile(
 
 
 def micro_batch_row(tokens: int, squared: float, gradient_norm: float) -> MicroBatchRow:
-    return MicroBatchRow(source="invented", digest="m", rows=max(1, tokens // 64), length=64, tokens=tokens, loss_tokens=tokens // 2, squared=squared, scalar=squared, uniform=tokens / 1024, gradient_norm=gradient_norm)
+    return MicroBatchRow(source="invented", digest="m", rows=max(1, tokens // 64), length=64, tokens=tokens, loss_tokens=tokens // 2, logits=None, squared=squared, scalar=squared, uniform=tokens / 1024, gradient_norm=gradient_norm)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
 
 from hilore_cli.batches import MicroBatch
 from hilore_cli.capture import JointGraph, describe_joint, model_identity
@@ -22,8 +24,10 @@ from hilore_cli.schema import (
     LayerClass,
     Pattern,
     Plan,
+    PlannedVariant,
     Prediction,
     SolverRecord,
+    UpdatePrediction,
     Variant,
     freeze,
 )
@@ -68,6 +72,23 @@ def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> li
     """Names of the gradients that are not bitwise equal, missing ones included."""
     names = sorted(set(found) | set(expected))
     return [n for n in names if n not in found or n not in expected or not torch.equal(found[n], expected[n])]
+
+
+@contextmanager
+def float64_throughout() -> Iterator[None]:
+    """transformers computes norms and eager softmaxes in fp32 even in a float64 model; in here llama's are of the model's dtype."""
+
+    def norm(self: nn.Module, hidden: Tensor) -> Tensor:
+        return self.weight * hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: object) -> tuple[Tensor, Tensor]:
+        key, value = (modeling_llama.repeat_kv(x, module.num_key_value_groups) for x in (key, value))
+        scores = query @ key.transpose(2, 3) * scaling
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        return (weights @ value).transpose(1, 2).contiguous(), weights
+
+    with patch.object(modeling_llama.LlamaRMSNorm, "forward", norm), patch.object(modeling_llama, "eager_attention_forward", attention):
+        yield
 
 
 def attach_each(model: nn.Module, patterns: Sequence[Pattern], *, max_tokens: int = LIMIT) -> Handle:
@@ -131,26 +152,49 @@ def prediction(*, peak_bytes: int = 10**9, rel_error: float = 0.0) -> Prediction
     )
 
 
-def hand_made_plan(model: nn.Module, micro_batch: MicroBatch, patterns: dict[str, Pattern], layers: list[str], *, cap_bytes: int = 10**12, risk: float = 1.0, head: str = "chunked") -> Plan:
-    """A plan that no solver made; its prediction is not meant to hold."""
+def update_prediction(*, micro_batches: int = 1) -> UpdatePrediction:
+    return UpdatePrediction(micro_batches=micro_batches, step_us=1.0, gc_us=1.2, none_us=0.9, rel_error=0.0)
+
+
+def planned_variant(layers: list[str], *, max_tokens: int, max_length: int | None = None, max_exposure: float | None = None) -> PlannedVariant:
+    return PlannedVariant(max_tokens=max_tokens, max_length=max_length, max_exposure=max_exposure, layers=layers, micro_batches=1, risk=1.0, step_us=1.0, peak_bytes=10**9, rel_error=0.0)
+
+
+def hand_made_plan(
+    model: nn.Module,
+    micro_batch: MicroBatch,
+    patterns: dict[str, Pattern],
+    layers: list[str],
+    *,
+    variants: Sequence[PlannedVariant] = (),
+    micro_batches: int = 1,
+    cap_bytes: int = 10**12,
+    risk: float = 1.0,
+    head: str = "chunked",
+) -> Plan:
+    """A plan that no solver made; its prediction is not meant to hold. Without `variants` it has one, for the micro-batch's size."""
+    rows, length = micro_batch.shape
     return Plan(
         name="hand-made",
         profile="none",
         profile_digest="0" * 16,
         model=model_identity(model, source="tiny"),
         batch=batch_identity(micro_batch, source="synthetic", task="none"),
+        sources=["synthetic"],
         graph_digests=[],
         head=head,
         budgets=Budgets(mem_cap="1.1x-gc", cap_bytes=cap_bytes, risk=risk, codecs=["int8"], max_patterns=8),
         patterns=patterns,
         layers=layers,
+        variants=list(variants) or [planned_variant(layers, max_tokens=rows * length, max_length=length)],
         predicted=prediction(),
+        update=update_prediction(micro_batches=micro_batches),
         solver=SolverRecord(solver="hand", status="optimal", objective_us=0.0, bound_us=0.0, gap_of_step=0.0, candidates=1, resolves=0, reproducible=True),
         alternatives=[],
     )
 
 
-def frozen_plan(model: nn.Module, patterns: dict[str, Pattern], layers: list[str], *, max_tokens: int) -> FrozenPlan:
+def frozen_plan(model: nn.Module, patterns: dict[str, Pattern], layers: list[str], *, max_tokens: int, variants: Sequence[Variant] = (), micro_batches: int = 1) -> FrozenPlan:
     """The same for the runtime: bound to this model, never run dry."""
     fqns = [fqn for fqn, _ in decoder_layers(model)][: len(layers)]
     return freeze(
@@ -159,13 +203,16 @@ def frozen_plan(model: nn.Module, patterns: dict[str, Pattern], layers: list[str
             plan_digest="0" * 16,
             model=model_identity(model, source="tiny"),
             batch=BatchId(source="synthetic", digest="0" * 16, task="none", rows=1, length=max_tokens, tokens=max_tokens, loss_tokens=1, group_size=1),
+            sources=["synthetic"],
             graph_digests=[],
             head="chunked",
             budgets=Budgets(mem_cap="1.1x-gc", cap_bytes=10**12, risk=1.0, codecs=["int8"], max_patterns=8),
             patterns=patterns,
             layer_fqns=fqns,
-            variants=[Variant(max_tokens=max_tokens, layers=layers)],
+            variants=list(variants) or [Variant(max_tokens=max_tokens, layers=layers)],
+            micro_batches=micro_batches,
             predicted=prediction(),
+            update=update_prediction(micro_batches=micro_batches),
             measured=None,
         )
     )

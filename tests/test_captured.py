@@ -480,14 +480,20 @@ def test_bare_dicts_are_recognised(tmp_path, trainer):
     assert sum(mb.rows for mb in found) == len(rows)
 
 
-def test_micro_batches_without_gradient_are_left_out(tmp_path):
+def test_micro_batches_without_loss_tokens_are_left_out(tmp_path):
+    """Those without gradient stay: they are a part of the update, and other micro-batches are compared with them."""
     rows = known_rows(16)
-    flat = trl_inputs(rows) | {"advantages": torch.zeros(len(rows))}
-    steps = [{"inputs": flat, "loss": TRL_LOSS}, {"inputs": trl_inputs(rows), "loss": TRL_LOSS}]
-    with pytest.warns(UserWarning, match="micro-batches 0 have no gradient"):
-        [mb] = read({"hilore_capture": 1, "trainer": "trl", "steps": steps}, tmp_path)
+    inputs = trl_inputs(rows)
+    masked = inputs | {"completion_mask": torch.zeros_like(inputs["completion_mask"])}
+    flat = inputs | {"advantages": torch.zeros(len(rows))}
+    steps = [{"inputs": part, "loss": TRL_LOSS} for part in (masked, flat, inputs)]
+    with pytest.warns(UserWarning, match="micro-batches 0 have no loss tokens and are left out"):
+        without, mb = read({"hilore_capture": 1, "trainer": "trl", "steps": steps}, tmp_path)
+    assert not without.has_gradient
+    assert not without.advantages.any()
+    assert without.zero_rows == without.rows == len(rows)
     assert_rows(mb, rows)
-    with pytest.raises(ProfileError, match="all advantages are zero"):
+    with pytest.raises(ProfileError, match="all completions are masked"):
         read({"hilore_capture": 1, "trainer": "trl", "steps": steps[:1]}, tmp_path)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -40,7 +40,7 @@ class Real:
     batch: MicroBatch
 
     def use(self, name: str) -> Handle:
-        self.handle.program.variants = [Variant(max_tokens=LIMIT, layers=[name] * 30)]
+        self.handle.program.choice.variants = [Variant(max_tokens=LIMIT, layers=[name] * 30)]
         return self.handle
 
     def step(self, batch: MicroBatch) -> dict[str, Tensor]:
@@ -69,9 +69,7 @@ def real(real_model_dir):
 
 def first_groups(batch: MicroBatch, *, rows: int) -> MicroBatch:
     """The first rows that have a gradient: a part of a file is enough for every statement here."""
-    chosen = batch.advantages.nonzero().flatten()[:rows]
-    per_row = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "group_ids", "rewards", "old_logps")
-    return replace(batch, **{name: value[chosen] for name in per_row if (value := getattr(batch, name)) is not None})
+    return batch.take_rows(batch.advantages.any(1).nonzero().flatten()[:rows])
 
 
 def test_exact_plans_are_bitwise_equal_and_recompute_all_is_not_above_checkpointing(real: Real) -> None:

@@ -1,4 +1,4 @@
-"""Rollouts on a tiny random model, and the two recorded ones that ship."""
+"""Rollouts on a tiny random model, and the recorded ones that ship."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from transformers import PreTrainedTokenizerFast
 
 from hilore_cli.batches import load_micro_batch
 from hilore_cli.errors import ProfileError, UsageError
+from hilore_cli.grpo import GrpoConfig, gradients, token_logps
+from hilore_cli.models import load_model
 from hilore_cli.rollout import generate_rollouts
 from hilore_cli.tasks import Task
 
 PROFILES = Path(__file__).parent.parent / "profiles"
-RECORDED = ("smollm2-math", "smollm2-math-heldout")
+RECORDED = ("smollm2-math", "smollm2-math-calibration-0", "smollm2-math-calibration-1", "smollm2-math-heldout")
 
 
 @pytest.fixture
@@ -62,12 +64,12 @@ def test_rollouts_are_whole_valid_groups(tiny_llama, tokenizer):
     assert kept >= 3
     for mb in batches:
         mb.validate()
-        assert mb.loss_tokens == sum(int(b.completion_mask.sum()) for b in batches)
+        assert mb.loss.num_items_in_batch == sum(b.loss_tokens for b in batches)
         rewards = mb.rewards.view(-1, 4)
         assert (rewards.min(1).values < rewards.max(1).values).all()
         expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-        torch.testing.assert_close(mb.advantages, expected.flatten())
-        for row, keep in zip(mb.completion_ids, mb.completion_mask.bool(), strict=True):
+        torch.testing.assert_close(mb.advantages, expected.flatten()[:, None] * mb.loss_mask)
+        for row, keep in zip(mb.input_ids, mb.loss_mask.bool(), strict=True):
             ids = row[keep].tolist()
             assert 2 not in ids[:-1]
             assert ids[-1] == 2 or len(ids) == 5
@@ -76,8 +78,8 @@ def test_rollouts_are_whole_valid_groups(tiny_llama, tokenizer):
 def test_rollouts_are_seeded(tiny_llama, tokenizer):
     model, task = tiny_llama(), task_of(even_words)
     first, same, other = (roll(model, tokenizer, task, seed=seed, mixed_only=False)[0] for seed in (1, 1, 2))
-    assert torch.equal(first.completion_ids, same.completion_ids)
-    assert not torch.equal(first.completion_ids, other.completion_ids)
+    assert torch.equal(first.input_ids, same.input_ids)
+    assert first.input_ids.shape != other.input_ids.shape or not torch.equal(first.input_ids, other.input_ids)
     assert first.rows == 24
 
 
@@ -85,7 +87,8 @@ def test_long_prompts_are_dropped_and_counted(tiny_llama, tokenizer):
     batches = roll(tiny_llama(), tokenizer, task_of(even_words), max_prompt_tokens=3, mixed_only=False)
     assert batches[0].meta["prompts_too_long"] == 2
     assert batches[0].rows == 16
-    assert batches[0].prompt_ids.shape[1] == 3
+    assert batches[0].prompt_lengths.tolist() == [2] * 4 + [3] * 4 + [2] * 4 + [3] * 4
+    assert batches[0].input_ids.shape == (16, 3 + 5)
 
 
 def test_bad_rollouts(tiny_llama, tokenizer):
@@ -105,30 +108,51 @@ def test_recorded_micro_batches(name):
     mb = load_micro_batch(PROFILES / f"{name}.parquet")
     assert 960 <= mb.tokens <= 1088
     assert mb.meta["group_size"] == 8
-    assert mb.loss_tokens == int(mb.completion_mask.sum())
+    assert mb.loss.num_items_in_batch == mb.loss_tokens == int(mb.loss_mask.sum())
+    assert mb.layout == "padded"
+    assert mb.weight("logits") > 0, "log-probabilities were recorded at sampling"
     rewards = mb.rewards.view(-1, 8)
     assert (rewards.min(1).values < rewards.max(1).values).all()
 
 
-def test_the_held_out_prompts_are_not_in_the_profiled_ones():
-    profiled, held_out = (load_micro_batch(PROFILES / f"{name}.parquet") for name in RECORDED)
-    assert not set(profiled.meta["questions"]) & set(held_out.meta["questions"])
-    assert profiled.meta["task_seed"] != held_out.meta["task_seed"]
+def test_sampling_logps_are_those_of_the_model_that_sampled(tiny_llama, tokenizer):
+    """In eval mode and at the temperature of sampling, against a whole forward; zero where no loss token is."""
+    model = tiny_llama(attention_dropout=0.5)
+    (mb,) = roll(model, tokenizer, task_of(even_words), temperature=0.7, mixed_only=False)
+    assert model.training
+    with torch.no_grad():
+        logits = model.eval()(input_ids=mb.input_ids, attention_mask=mb.attention_mask).logits[:, :-1] / 0.7
+    expected = logits.log_softmax(-1).gather(2, mb.input_ids[:, 1:, None]).squeeze(2) * mb.loss_mask[:, 1:]
+    assert mb.loss.temperature == 0.7
+    torch.testing.assert_close(mb.sampling_logps[:, 1:], expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(mb.known_logps, mb.sampling_logps[mb.loss_mask.bool()])
+
+
+def test_the_held_out_prompts_are_in_no_profiled_ones():
+    *profiled, held_out = (load_micro_batch(PROFILES / f"{name}.parquet") for name in RECORDED)
+    for mb in profiled:
+        assert not set(mb.meta["questions"]) & set(held_out.meta["questions"])
+        assert mb.meta["task_seed"] != held_out.meta["task_seed"]
+
+
+def test_the_recorded_update_is_one_update():
+    """The micro-batches of one generation batch: their losses count the tokens of all of them, and some rows have no gradient."""
+    update = [load_micro_batch(path) for path in sorted((PROFILES / "smollm2-update").glob("*.parquet"))]
+    assert len(update) == 16
+    assert {mb.loss.num_items_in_batch for mb in update} == {sum(mb.loss_tokens for mb in update)}
+    assert len({mb.tokens for mb in update}) > 4
+    assert any(mb.zero_rows for mb in update)
+    assert all(mb.has_gradient for mb in update)
 
 
 @pytest.mark.realmodel
 def test_the_recorded_text_is_likely_under_the_model_that_sampled_it(real_model_dir):
-    """Sampled ids with the right template: a mean log-probability that no other tokenizer or template gives."""
-    from hilore_cli.grpo import GrpoConfig, gradients
-    from hilore_cli.models import load_model
-
+    """Sampled ids with the right template: a mean log-probability that no other tokenizer or template gives, and the recorded one."""
     mb = load_micro_batch(PROFILES / f"{RECORDED[0]}.parquet")
     model = load_model(real_model_dir)
     with torch.no_grad():
-        logits = model(input_ids=mb.input_ids, attention_mask=mb.attention_mask).logits
-    logits = logits[:, mb.prompt_ids.shape[1] - 1 : -1] / mb.meta["temperature"]
-    logps = logits.log_softmax(-1).gather(2, mb.completion_ids[..., None]).squeeze(2)
-    mean = float((logps * mb.completion_mask).sum() / mb.completion_mask.sum())
-    assert -2.5 < mean < -0.2
-    grads = gradients(model, mb, GrpoConfig(temperature=mb.meta["temperature"]))
+        logps = token_logps(model, mb, GrpoConfig())
+    assert -2.5 < float(logps.mean()) < -0.2
+    torch.testing.assert_close(logps, mb.known_logps, atol=1e-3, rtol=1e-3)
+    grads = gradients(model, [mb], GrpoConfig())
     assert all(bool(torch.isfinite(grad).all()) and bool(grad.any()) for grad in grads.values())

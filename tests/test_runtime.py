@@ -362,7 +362,7 @@ def counted():
     handle = attach_patterns(model, patterns=patterns, variants=[Variant(max_tokens=10**6, layers=["store"] * 3)], name="test")
     figures = {}
     for name in patterns:
-        handle.program.variants = [Variant(max_tokens=10**6, layers=[name] * 3)]
+        handle.program.choice.variants = [Variant(max_tokens=10**6, layers=[name] * 3)]
         step_gradients(model, *batch)
         figures[name] = (backward_operators(model, batch), bytes_after_forward(model, batch))
     handle.detach()
