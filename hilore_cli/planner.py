@@ -43,7 +43,7 @@ SIZES = (0.4, 0.6, 0.8)
 """Of the largest micro-batch's tokens: the smaller sizes that get variants of their own, where the update has such micro-batches."""
 CLASSES = 3
 """Exposure classes, of equally many micro-batches."""
-LEVELS = (0.0, 0.4, 0.6, 0.8, 0.9, 1.0, 1.15, 1.35, 1.7, 2.3, 3.5)
+LEVELS = (0.0, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.8, 4.0)
 """Risks that variants are solved for, in units of the risk that all micro-batches could have alike."""
 HIGHEST_LEVEL = 0.1
 """Relative error above which errors do not add up as squares any more: no variant may bring more into a micro-batch."""
@@ -216,7 +216,7 @@ def choose_levels(groups: Sequence[Group], options: dict[int, list[Option]], *, 
     """One option for each group: least time of all members together, with sum of share x eps^2 within the budget.
 
     Exact over a grid of the budget, use rounded up; that every group takes the option at the common risk is always allowed.
-    A group without members gets what the same size's strictest option is.
+    A group without members takes what the next higher class of its size does; the highest without any, the common risk.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for group in groups:
@@ -224,10 +224,8 @@ def choose_levels(groups: Sequence[Group], options: dict[int, list[Option]], *, 
         for index, option in enumerate(options[group.max_tokens]):
             use = 0 if budget == 0 else math.ceil(group.share * option.predicted.rel_error**2 / budget * GRID * (1 - 1e-9))
             cost = option.predicted.step_us * sum(row.tokens for row in group.members) / group.max_tokens
-            # a group that the profiled update lacks may come up in another one: it is kept to the common risk
-            if not group.members and option.level > options[group.max_tokens][0].level:
-                continue
-            cost = cost or option.predicted.step_us * 1e-6
+            if not group.members and index > 0:
+                continue  # another update may have such micro-batches
             for used, (us, picked) in best.items():
                 total = used + use
                 if total <= GRID + len(groups) and (total not in following or us + cost < following[total][0]):
@@ -235,7 +233,11 @@ def choose_levels(groups: Sequence[Group], options: dict[int, list[Option]], *, 
         best = _pareto(following)
     fitting = [entry for used, entry in best.items() if used <= GRID] or list(best.values())
     _, picked = min(fitting)
-    return [options[group.max_tokens][index] for group, index in zip(groups, picked, strict=True)]
+    chosen = [options[group.max_tokens][index] for group, index in zip(groups, picked, strict=True)]
+    for i in reversed(range(len(groups) - 1)):
+        if not groups[i].members and groups[i].max_exposure is not None:
+            chosen[i] = chosen[i + 1]
+    return chosen
 
 
 def _pareto(entries: dict[int, tuple[float, tuple[int, ...]]]) -> dict[int, tuple[float, tuple[int, ...]]]:

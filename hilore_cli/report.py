@@ -114,7 +114,7 @@ def update_view(profile: Profile) -> list[RenderableType]:
     table = _table("micro-batch", "tokens >", "loss tokens >", "exposure >", "gradient norm^2 >", title=f"the update's micro-batches: shares in exposure (rule {rule}) and in squared gradient norms")
     exposure, norms = sum(row.weight(rule) for row in rows) or 1.0, sum(row.gradient_norm**2 for row in rows)
     for row in rows:
-        table.add_row(row.source, str(row.tokens), str(row.loss_tokens), _tenths(row.weight(rule) / exposure), _tenths(row.gradient_norm**2 / norms))
+        table.add_row(_short(row.source), str(row.tokens), str(row.loss_tokens), _tenths(row.weight(rule) / exposure), _tenths(row.gradient_norm**2 / norms))
     return [table]
 
 
@@ -125,7 +125,7 @@ def calibration_view(profile: Profile) -> list[RenderableType]:
     table = _table("codec", "plan tried", "micro-batch", "predicted >", "measured >", "ratio >", title="calibration: gradient error")
     for pair in profile.calibration:
         predicted = math.sqrt(profile.kappa(pair.codec) * pair.predicted_rho2)
-        table.add_row(pair.codec, pair.plan, pair.micro_batch if pair.heldout else f"{pair.micro_batch} (profiled)", f"{predicted:.2e}", f"{pair.measured_rel_error:.2e}", f"{predicted / pair.measured_rel_error:.2f}" if pair.measured_rel_error else "-")
+        table.add_row(pair.codec, pair.plan, _short(pair.micro_batch) if pair.heldout else f"{_short(pair.micro_batch)} (profiled)", f"{predicted:.2e}", f"{pair.measured_rel_error:.2e}", f"{predicted / pair.measured_rel_error:.2f}" if pair.measured_rel_error else "-")
     words = [f"{k.codec}: kappa {k.value:.3g} (predicted error^2 = kappa x sum of rho^2), {_percent(k.quantile)} limit of {k.pairs} pairs on {k.micro_batches} micro-batches; {_percent(k.coverage)} of them below the limit that the others give" for k in profile.kappas]
     return [table, _lines(*words)]
 
@@ -312,6 +312,11 @@ def _table(*columns: str, title: str | None = None) -> Table:
 
 def _lines(*lines: str) -> Text:
     return Text("\n".join(lines))
+
+
+def _short(source: str) -> str:
+    """A source without its folders."""
+    return source.rsplit("/", 1)[-1]
 
 
 def _tenths(share: float) -> str:

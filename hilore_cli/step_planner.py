@@ -96,7 +96,7 @@ class StepPlanner:
 
     def solve(self, *, cap_bytes: int, risk: float, max_patterns: int) -> Solution:
         """Steps 1 to 4 of the module's head. Raises InfeasibleError."""
-        solution = self.try_solve(cap_bytes=cap_bytes, risk=risk, max_patterns=max_patterns, last=True)
+        solution = self.try_solve(cap_bytes=cap_bytes, risk=risk, max_patterns=max_patterns, resolves=RESOLVES, last=True)
         if solution is None:
             raise self.infeasible(cap_bytes=cap_bytes, risk=risk, budget=risk**2, max_patterns=max_patterns)
         return solution
@@ -106,8 +106,8 @@ class StepPlanner:
         found = self.with_fewer_patterns(solution.assignment, cap_bytes=cap_bytes, budget=risk**2, bound_ns=solution.bound_ns)
         return replace(solution, assignment=found, bound_ns=min(solution.bound_ns, found.cost_ns))
 
-    def try_solve(self, *, cap_bytes: int, risk: float, max_patterns: int, last: bool = False) -> Solution | None:
-        """The same; None where no plan is found. `last`: before that, look harder."""
+    def try_solve(self, *, cap_bytes: int, risk: float, max_patterns: int, resolves: int = 0, last: bool = False) -> Solution | None:
+        """The same; None where no plan is found. `resolves`: of step 4 at most; `last`: look harder before giving up."""
         budget = risk**2
         step = self.step_model(cap_bytes=cap_bytes, budget=budget)
         bound = bound_layers(step) if self.planned else None
@@ -115,11 +115,11 @@ class StepPlanner:
         found = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=max_patterns)
         bound_ns = bound.objective_ns if bound is not None else 0.0
         careful = self.step_model(cap_bytes=cap_bytes, budget=budget, replayed=True)
-        pending, resolves, reproducible = [careful, step] if self.codecs else [step], 0, True
-        while pending and bound is not None and resolves < RESOLVES and not self.is_close(found, bound_ns):
+        pending, done, reproducible = [careful, step] if self.codecs else [step], 0, True
+        while pending and bound is not None and done < resolves and not self.is_close(found, bound_ns):
             current = pending.pop(0)
             layers = solve_layers(current)
-            resolves += 1
+            done += 1
             if layers is None:
                 continue
             reproducible = reproducible and layers.reproducible
@@ -135,7 +135,7 @@ class StepPlanner:
             found = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=max_patterns)
         if found is None:
             return None
-        return Solution(assignment=found, bound_ns=min(bound_ns, found.cost_ns), resolves=resolves, reproducible=reproducible and found.reproducible)
+        return Solution(assignment=found, bound_ns=min(bound_ns, found.cost_ns), resolves=done, reproducible=reproducible and found.reproducible)
 
     def is_close(self, found: Assignment | None, bound_ns: float) -> bool:
         return found is not None and found.cost_ns - bound_ns <= GAP_OF_STEP * (self.profile.times.none_us * 1000 + found.cost_ns)

@@ -82,6 +82,13 @@ def chain_class(*, blocks: int = 1, name: str = "chain", pinned: bool = False) -
     return LayerClass(name=name, graph_digest="0" * 16, nodes=rows, outputs=outputs, forward_outputs=[out])
 
 
+def scaling(layer_class: LayerClass) -> LayerClass:
+    """A chain whose activations grow with the tokens: its bytes are those at 1024."""
+    own = ("w", "grad_w", "grad_out_w")  # the weight and its gradients
+    rows = [row if row.name.startswith(own) else row.model_copy(update={"nbytes_terms": {"bs": row.nbytes // 1024}}) for row in layer_class.nodes]
+    return layer_class.model_copy(update={"nodes": rows})
+
+
 def make_profile(
     *,
     layers: int = 30,

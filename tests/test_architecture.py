@@ -142,7 +142,7 @@ def test_help_is_fast():
         started = time.perf_counter()
         finished = subprocess.run([sys.executable, "-m", "hilore_cli", "--help"], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
         seconds.append(time.perf_counter() - started)
-    assert all(command in finished.stdout for command in ("profile", "plan", "apply", "bench", "rollout", "show", "demo"))
+    assert all(command in finished.stdout for command in ("profile", "plan", "apply", "bench", "rollout", "capture", "show", "demo"))
     assert min(seconds) < 0.5
 
 

@@ -576,7 +576,7 @@ WRONG = {
     "slime lacks advantages": ("slime", without("advantages"), "lack advantages"),
     "slime other lengths": ("slime", longer_response, "loss_masks have .* values for a response of|do not belong together"),
     "slime fewer entries": ("slime", lambda x: x | {"advantages": x["advantages"][1:]}, "advantages is no list of"),
-    "own mask shifted": ("own", lambda x: x | {"loss_mask": x["loss_mask"].roll(-1, 1), "advantages": x["advantages"] * 0}, "the first token of a row is a loss token|all advantages are zero"),
+    "own mask shifted": ("own", lambda x: x | {"loss_mask": x["loss_mask"].roll(-1, 1)}, "the first token of a row is a loss token|advantages are not zero off the loss mask"),
     "own mask at the first token": ("own", put("loss_mask", (0, 0), 1), "row 0, column 0: the first token of a row is a loss token"),
     "own mask on padding": ("own", lambda x: x | {"loss_mask": torch.ones_like(x["loss_mask"]).index_fill(1, torch.tensor([0]), 0)}, "a loss token on padding"),
     "own advantages shifted": ("own", lambda x: x | {"advantages": x["advantages"].roll(-1, 1)}, "advantages are not zero off the loss mask"),

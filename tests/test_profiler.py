@@ -11,14 +11,18 @@ import torch
 from conftest import build_tiny
 
 import hilore_cli.profiler as profiler
-from hilore_cli.batches import MicroBatch, synthetic_micro_batch
+from hilore_cli.batches import synthetic_micro_batch
+from hilore_cli.calibration import kappas_of
 from hilore_cli.errors import ProfileError
-from hilore_cli.grpo import GrpoConfig
-from hilore_cli.profiler import ProfileRequest, kappa_of, profile_update
-from hilore_cli.schema import CalibrationPair, load_profile
+from hilore_cli.exposure import TrlLoss
+from hilore_cli.grpo import GrpoConfig, gradients
+from hilore_cli.profiler import ProfileRequest, batch_identity, profile_update, update_digest
+from hilore_cli.schema import load_profile
 
-REQUEST = ProfileRequest(name="tiny", source="tiny", task="none", batch_source="synthetic", codecs=["int8"], config=GrpoConfig(head="full"), repeats=1)
-BATCH = synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=8, completion_tokens=16, group_size=4, seed=0)
+REQUEST = ProfileRequest(name="tiny", source="tiny", task="none", sources=["a", "b"], codecs=["int8"], config=GrpoConfig(head="full"), repeats=1)
+BATCH, OTHER = (synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=8, completion_tokens=n, group_size=4, seed=seed) for seed, n in ((0, 16), (1, 12)))
+FLAT = replace(BATCH, advantages=torch.zeros_like(BATCH.advantages))
+UPDATE = [("flat", FLAT), ("other", OTHER), ("largest", BATCH)]
 
 
 def interrupt_at(stage: str, done: int):
@@ -37,18 +41,21 @@ def silent(*_: object) -> None:
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory) -> tuple[Path, dict[str, Counter]]:
-    """A profile of three layers, stopped before the third and then run again: its folder, and how often each part was measured."""
+    """A profile of three layers, stopped before the third and then run again: its folder, and how often each part was measured.
+
+    Of the update's micro-batches one has no gradient, and one is smaller than the one to profile.
+    """
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("profile") / "tiny"
     model = build_tiny("llama", num_hidden_layers=3)
     counts: dict[str, Counter] = {"first": Counter(), "second": Counter()}
     with pytest.MonkeyPatch.context() as patch:
         for run, progress in (("first", interrupt_at("measuring layers", 2)), ("second", silent)):
-            for name in ("measure_steps", "measure_layer", "calibrate"):
+            for name in ("measure_steps", "measure_layer", "try_plans"):
                 original = getattr(profiler, name)
                 patch.setattr(profiler, name, counting(original, counts[run], name))
             try:
-                profile_update(model, BATCH, REQUEST, folder=folder, progress=progress)
+                profile_update(model, UPDATE, REQUEST, folder=folder, progress=progress)
             except KeyboardInterrupt:
                 assert not (folder / "profile.json").exists()
                 assert {p.name for p in (folder / "unfinished").iterdir()} == {"key", "steps.json", "layer-0.json", "layer-1.json"}
@@ -68,7 +75,7 @@ def counting(original, counter: Counter, name: str):
 def test_second_run_measures_only_what_is_missing(interrupted) -> None:
     folder, counts = interrupted
     assert counts["first"] == Counter(measure_steps=1, measure_layer=2)
-    assert counts["second"] == Counter(measure_layer=1, calibrate=1)
+    assert counts["second"] == Counter(measure_layer=1, try_plans=1)
     assert not (folder / "unfinished").exists()
 
 
@@ -83,9 +90,36 @@ def test_resumed_profile_is_whole(interrupted) -> None:
     (layer_class,) = profile.classes
     timed = [row for row in layer_class.nodes if row.side == "forward" and row.matmul]
     assert all(row.time_us > 0 for row in timed)
-    assert profile.kappa == kappa_of(profile.calibration) >= 1
+    assert profile.kappas == kappas_of(profile.calibration, ["int8"])
+    assert profile.kappa("int8") == profile.kappas[0].value > 0
+    assert profile.kappa("int4") == 1.0, "not calibrated, and no unit of it either"
+    assert len(profile.calibration) == profile.kappas[0].pairs >= 4
+    assert {pair.micro_batch for pair in profile.calibration} == {"other"}, "without gradient nothing can be tried"
+    assert all(pair.heldout for pair in profile.calibration)
     assert profile.times.threads == torch.get_num_threads()
-    assert profile.batch.tokens == 96
+    assert profile.sources == ["a", "b"]
+
+
+def test_resumed_profile_knows_the_update(interrupted) -> None:
+    """The largest micro-batch with a gradient is profiled and stands first; norms are those of the exact gradients."""
+    profile = load_profile(interrupted[0])
+    assert (profile.batch.source, profile.batch.tokens, profile.batch.digest) == ("largest", 96, batch_identity(BATCH, source="", task="").digest)
+    rows = profile.micro_batches
+    assert [(row.source, row.tokens) for row in rows] == [("largest", 96), ("other", 80), ("flat", 96)]
+    assert rows[2].gradient_norm == rows[2].squared == rows[2].scalar == 0 < rows[2].uniform
+    assert [row.logits for row in rows] == [None] * 3
+    assert [row.squared for row in rows] == pytest.approx([mb.weight("squared") for mb in (BATCH, OTHER, FLAT)])
+    model = build_tiny("llama", num_hidden_layers=3)
+
+    def norm(*batches) -> float:
+        return sum(float(g.double().square().sum()) for g in gradients(model, batches, REQUEST.config).values()) ** 0.5
+
+    assert [row.gradient_norm for row in rows[:2]] == pytest.approx([norm(BATCH), norm(OTHER)], rel=1e-5)
+    assert rows[0].gradient_norm == profile.gradient_norm
+    assert profile.update_gradient_norm == pytest.approx(norm(BATCH, OTHER, FLAT), rel=1e-5)
+    assert profile.smaller.tokens == 48
+    assert 0 < profile.smaller.account.head_bytes < profile.account.head_bytes
+    assert profile.smaller.account.weights_bytes == profile.account.weights_bytes
 
 
 def test_stages_of_another_request_are_discarded(tmp_path: Path) -> None:
@@ -95,10 +129,10 @@ def test_stages_of_another_request_are_discarded(tmp_path: Path) -> None:
     assert profiler.Stages(folder, key="a").load("layer-0") == {"x": 1.5}
     assert profiler.Stages(folder, key="b").load("layer-0") is None
     assert profiler.Stages(folder, key="a").load("layer-0") is None
-    keys = {profiler._key({"m": 1}, {"b": 1}, request) for request in (REQUEST, replace(REQUEST, seed=1), replace(REQUEST, codecs=["int4"]), replace(REQUEST, repeats=2), replace(REQUEST, config=GrpoConfig(head="chunked")), replace(REQUEST, name="other"))}
-    keys |= {profiler._key({"m": 2}, {"b": 1}, REQUEST), profiler._key({"m": 1}, {"b": 2}, REQUEST)}
-    assert len(keys) == 8
-    assert profiler._key({"m": 1}, {"b": 1}, replace(REQUEST, codecs=("int8",))) in keys
+    keys = {profiler._key({"m": 1}, [{"b": 1}], request) for request in (REQUEST, replace(REQUEST, seed=1), replace(REQUEST, codecs=["int4"]), replace(REQUEST, repeats=2), replace(REQUEST, config=GrpoConfig(head="chunked")), replace(REQUEST, name="other"))}
+    keys |= {profiler._key({"m": 2}, [{"b": 1}], REQUEST), profiler._key({"m": 1}, [{"b": 2}], REQUEST), profiler._key({"m": 1}, [{"b": 1}, {"b": 1}], REQUEST)}
+    assert len(keys) == 9
+    assert profiler._key({"m": 1}, [{"b": 1}], replace(REQUEST, codecs=("int8",))) in keys
 
 
 def test_stage_with_nan_is_not_written(tmp_path: Path) -> None:
@@ -110,21 +144,30 @@ def test_stage_with_nan_is_not_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["masked", "zero", "nan"])
 def test_meaningless_batch_is_refused_before_anything_is_written(tmp_path: Path, damage: str) -> None:
+    masked = torch.zeros_like(BATCH.loss_mask)
     changes = {
-        "masked": {"completion_mask": torch.zeros_like(BATCH.completion_mask)},
+        "masked": {"loss_mask": masked, "advantages": BATCH.advantages * masked},
         "zero": {"advantages": torch.zeros_like(BATCH.advantages)},
         "nan": {"advantages": BATCH.advantages * float("nan")},
     }
     reasons = {"masked": "all completions are masked", "zero": "all advantages are zero", "nan": "advantages hold NaN"}
-    fields = {name: getattr(BATCH, name) for name in BATCH.__dataclass_fields__}
     folder = tmp_path / "tiny"
     with pytest.raises(ProfileError, match=reasons[damage]):
-        profile_update(build_tiny("llama"), MicroBatch(**(fields | changes[damage])), REQUEST, folder=folder, progress=silent)
+        profile_update(build_tiny("llama"), [("a", replace(BATCH, **changes[damage]))], REQUEST, folder=folder, progress=silent)
     assert not folder.exists()
 
 
-def test_kappa_is_the_worst_pair_and_at_least_one() -> None:
-    pairs = [CalibrationPair(label="a", predicted_rho2=1e-4, measured_rel_error=0.02), CalibrationPair(label="b", predicted_rho2=1e-4, measured_rel_error=0.01), CalibrationPair(label="c", predicted_rho2=0.0, measured_rel_error=0.5)]
-    assert kappa_of(pairs) == pytest.approx(4.0)
-    assert kappa_of(pairs[1:]) == pytest.approx(1.0)
-    assert kappa_of([]) == 1.0
+def test_digests_tell_micro_batches_apart() -> None:
+    """By ids, masks, advantages, layout and loss; of an update, one digest that depends on the order."""
+    others = [replace(BATCH, layout="packed"), replace(BATCH, loss=TrlLoss(num_items_in_batch=10**4)), FLAT, replace(BATCH, input_ids=BATCH.input_ids.flip(0))]
+    assert len({update_digest([mb]) for mb in (BATCH, *others)}) == 5
+    assert update_digest([BATCH]) == batch_identity(BATCH, source="x", task="y").digest
+    assert len({update_digest(mbs) for mbs in ([BATCH, OTHER], [OTHER, BATCH], [BATCH], [BATCH, BATCH])}) == 4
+    packed = batch_identity(others[0], source="x", task="y")
+    assert (packed.rows, packed.length, packed.tokens) == (1, BATCH.real_tokens, BATCH.real_tokens)
+    assert packed.group_size == 4
+
+
+def test_terms_that_the_step_lacks_are_told() -> None:
+    with pytest.warns(UserWarning, match="the recorded loss has entropy_coef, which is left out"):
+        profiler._warn_of_other_terms(replace(BATCH, loss=TrlLoss(num_items_in_batch=500, entropy_coef=0.01)))

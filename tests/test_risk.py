@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import build_tiny
 
 from hilore_cli import codecs
-from hilore_cli.batches import MicroBatch, synthetic_micro_batch
+from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.capture import describe_joint
 from hilore_cli.errors import ProfileError
 from hilore_cli.grpo import GrpoConfig, relative_error
@@ -38,7 +39,7 @@ class Recorded:
         model = build_tiny("llama", num_hidden_layers=3, hidden_size=64, intermediate_size=96, head_dim=16, seed=seed)
         self.weights = {name: value.clone() for name, value in model.state_dict().items()}
         self.batch = synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=8, completion_tokens=16, group_size=4, seed=seed)
-        self.bench = bench or Workbench(model, self.batch, GrpoConfig(head="full"))
+        self.bench = bench or Workbench(model, [self.batch], GrpoConfig(head="full"))
         self.load()
         self.record = record_step(self.bench)
         self.layer_class = describe_joint(self.record.joints[0], name="A")
@@ -50,7 +51,7 @@ class Recorded:
 
     def load(self) -> None:
         self.bench.model.load_state_dict(self.weights)
-        self.bench.micro_batch = self.batch
+        self.bench.batches = [self.batch]
 
     def replay(self, layer: int) -> LayerReplay:
         return LayerReplay(self.record.joints[self.record.calls[layer].graph], self.layer_class, self.record.calls[layer])
@@ -121,7 +122,7 @@ def test_prediction_of_single_units(recorded: list[Recorded]) -> None:
         ratios = []
         for one in recorded:
             one.load()
-            with one.bench.assigned("single", patterns, [f"{unit}-{codec}"] * 3):
+            with one.bench.assigned(patterns, [f"{unit}-{codec}"] * 3):
                 measured = relative_error(one.bench.gradients(), one.record.exact)
             ratios.append(measured / one.predicted(unit, codec, [0, 1, 2]))
         print(f"{unit} {codec}: measured / predicted {[round(r, 2) for r in ratios]}")
@@ -187,11 +188,10 @@ def test_exposure_error_looks_at_exposed_tokens_only(first: Recorded) -> None:
 
 def test_masked_rows_and_zero_advantages_give_finite_numbers(first: Recorded) -> None:
     """No weight on any token at all, and weights of a batch whose last rows have no loss token."""
-    mask = first.batch.completion_mask.clone()
+    mask = first.batch.loss_mask.clone()
     mask[2:] = 0
-    fields = {name: getattr(first.batch, name) for name in first.batch.__dataclass_fields__}
-    half = MicroBatch(**(fields | {"completion_mask": mask}))
-    weight = token_weights(half, first.bench.config)
+    half = replace(first.batch, loss_mask=mask, advantages=first.batch.advantages * mask)
+    weight = token_weights(half)
     assert torch.isfinite(weight).all()
     assert not weight[2:].any()
     assert weight[:2].any()
@@ -202,21 +202,24 @@ def test_masked_rows_and_zero_advantages_give_finite_numbers(first: Recorded) ->
 
 
 def test_weights_sit_on_the_positions_that_predict_loss_tokens(first: Recorded) -> None:
-    weight = token_weights(first.batch, first.bench.config)
+    weight = token_weights(first.batch)
     expected = torch.zeros(4, 24, dtype=torch.bool)
-    expected[:, 7:23] = first.batch.completion_mask.bool() & (first.batch.advantages != 0)[:, None]
+    expected[:, :-1] = first.batch.loss_mask[:, 1:].bool() & (first.batch.advantages[:, 1:] != 0)
     assert torch.equal(weight > 0, expected)
+    packed = token_weights(replace(first.batch, layout="packed"))
+    assert packed.shape == (1, first.batch.real_tokens)
+    assert torch.equal(packed[0], weight[first.batch.attention_mask.bool()])
 
 
 def test_replay_of_a_fully_padded_row(first: Recorded) -> None:
     """A row whose every token is padding goes through the softmax of an all-masked row."""
     batch = synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=8, completion_tokens=16, group_size=4, seed=5)
-    batch.prompt_mask[3], batch.completion_mask[3], batch.prompt_ids[3], batch.completion_ids[3] = 0, 0, 0, 0
-    record = record_step(Workbench(first.bench.model, batch, GrpoConfig(head="full")))
+    batch.attention_mask[3], batch.loss_mask[3], batch.advantages[3], batch.input_ids[3] = 0, 0, 0, 0
+    record = record_step(Workbench(first.bench.model, [batch], GrpoConfig(head="full")))
     with torch.no_grad():
         replay = LayerReplay(record.joints[0], describe_joint(record.joints[0], name="A"), record.calls[1])
         for unit in ("self_attn.sdpa.out", "mlp.gate_proj.mm", "input"):
-            error = measure_unit(replay, unit, "int8", token_weight=token_weights(batch, first.bench.config))
+            error = measure_unit(replay, unit, "int8", token_weight=token_weights(batch))
             assert all(math.isfinite(x) for x in (error.rel_error, error.exposure_error, error.stored.parameters, error.replayed.activation))
 
 
