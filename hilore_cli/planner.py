@@ -43,6 +43,8 @@ SIZES = (0.4, 0.6, 0.8)
 """Of the largest micro-batch's tokens: the smaller sizes that get variants of their own, where the update has such micro-batches."""
 CLASSES = 3
 """Exposure classes, of equally many micro-batches."""
+FEWEST = 2 * CLASSES
+"""Micro-batches of an update that is divided into sizes and classes; fewer tell too little of what training will bring."""
 LEVELS = (0.0, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.8, 4.0)
 """Risks that variants are solved for, in units of the risk that all micro-batches could have alike."""
 HIGHEST_LEVEL = 0.1
@@ -131,6 +133,7 @@ class Update:
         orthogonal = sum(row.gradient_norm**2 for row in rows)
         self.total_share = max(1.0, orthogonal / profile.update_gradient_norm**2)
         self.max_length = max(row.length for row in rows)
+        divided = divided and len(rows) >= FEWEST
         weights = [row.weight(rule) for row in rows]
         if None in weights:
             raise UsageError(f"weigh {rule}: micro-batch {rows[weights.index(None)].source} has no log-probabilities from sampling; record them, or use --weigh squared")

@@ -25,6 +25,9 @@ PLAN_VERSION = 2
 FROZEN_VERSION = 2
 BENCH_VERSION = 2
 
+PREDICTED = "predicted_rel_error"
+"""Column of the calibration table for plots: what follows from kappa and predicted_rho2 is not read back."""
+
 INPUT_UNIT = "input"
 """Key of the one recovery unit that no operator makes: the layer's input."""
 
@@ -237,7 +240,7 @@ class Kappa(Strict):
 
 
 class Profile(Strict):
-    """One measured GRPO update. profile.json holds all but `classes[].nodes` and `units`, which are Parquet tables beside it."""
+    """One measured GRPO update. profile.json holds all but `classes[].nodes`, `units` and `calibration`, which are Parquet tables beside it."""
 
     format: Literal["hilore-profile"] = "hilore-profile"
     version: int = PROFILE_VERSION
@@ -593,18 +596,19 @@ def freeze(plan: FrozenPlan) -> FrozenPlan:
 
 
 def save_profile(profile: Profile, folder: Path) -> None:
-    """Write profiles/<name>/: profile.json and two Parquet tables that pandas reads.
+    """Write profiles/<name>/: profile.json and three Parquet tables that pandas reads.
 
     The tables are named by their content and profile.json, which names them, is replaced last: at any moment the
     folder holds one whole profile.
     """
     nodes = [{"layer_class": c.name, **_parquet_row(n)} for c in profile.classes for n in c.nodes]
     units = [u.model_dump() for u in profile.units]
-    tables = {"nodes": _parquet_bytes(nodes), "units": _parquet_bytes(units)}
+    pairs = [{**pair.model_dump(), PREDICTED: math.sqrt(profile.kappa(pair.codec) * pair.predicted_rho2)} for pair in profile.calibration]
+    tables = {"nodes": _parquet_bytes(nodes), "units": _parquet_bytes(units), "calibration": _parquet_bytes(pairs)}
     names = {key: f"{key}.{hashlib.sha256(content).hexdigest()[:8]}.parquet" for key, content in tables.items()}
     for key, content in tables.items():
         write_atomic(folder / names[key], content)
-    document = profile.model_dump(mode="json", exclude={"units": True, "classes": {"__all__": {"nodes"}}})
+    document = profile.model_dump(mode="json", exclude={"units": True, "calibration": True, "classes": {"__all__": {"nodes"}}})
     document["tables"] = names
     write_atomic(folder / "profile.json", (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
     for stale in folder.glob("*.parquet"):
@@ -620,10 +624,12 @@ def load_profile(folder: Path | str) -> Profile:
     document = _read_document(path, ProfileError, remedy)
     _check_version(document, Profile, path, ProfileError, remedy)
     tables = document.pop("tables", None)
-    if not isinstance(tables, dict) or set(tables) != {"nodes", "units"}:
-        raise ProfileError(f"{path}: key 'tables' must name the nodes and units tables; {remedy}")
+    if not isinstance(tables, dict) or set(tables) != {"nodes", "units", "calibration"}:
+        raise ProfileError(f"{path}: key 'tables' must name the nodes, units and calibration tables; {remedy}")
     nodes = _read_table(folder / str(tables["nodes"]), remedy)
     document["units"] = _read_table(folder / str(tables["units"]), remedy)
+    pairs = _read_table(folder / str(tables["calibration"]), remedy)
+    document["calibration"] = [{key: value for key, value in pair.items() if key != PREDICTED} for pair in pairs]
     try:
         for layer_class in document["classes"]:
             layer_class["nodes"] = [_node_of(row) for row in nodes if row["layer_class"] == layer_class["name"]]

@@ -33,6 +33,7 @@ from hilore_cli.schema import (
     load_profile,
     save_json,
     save_profile,
+    variant_for,
     write_atomic,
 )
 
@@ -116,13 +117,16 @@ def test_pandas_reads_the_tables(tmp_path, profile):
     tables = json.loads((tmp_path / "profile.json").read_text())["tables"]
     assert len(pandas.read_parquet(tmp_path / tables["units"])) == len(profile.units)
     assert len(pandas.read_parquet(tmp_path / tables["nodes"])) == sum(len(c.nodes) for c in profile.classes)
+    pairs = pandas.read_parquet(tmp_path / tables["calibration"])
+    assert len(pairs) == len(profile.calibration)
+    assert {"predicted_rel_error", "measured_rel_error"} <= set(pairs)
 
 
 def test_saving_again_leaves_no_stale_table(tmp_path, profile):
     save_profile(profile, tmp_path)
     save_profile(profile.model_copy(update={"units": profile.units[1:]}), tmp_path)
     assert len(load_profile(tmp_path).units) == len(profile.units) - 1
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 # ------------------------------------------------------------------------------------------------------- damaged content
@@ -215,6 +219,55 @@ def test_an_edited_frozen_plan_is_refused(tmp_path, frozen, change):
 def test_the_digest_covers_every_field_but_itself(frozen):
     assert digest_of(frozen) == digest_of(frozen.model_copy(update={"digest": "other"}))
     assert digest_of(frozen) != digest_of(frozen.model_copy(update={"head": "full"}))
+
+
+# ------------------------------------------------------------------------------------------------------------- variants
+
+
+def variant(tokens: int, exposure: float | None = None, *, length: int | None = None, name: str = "A") -> Variant:
+    return Variant(max_tokens=tokens, max_length=length, max_exposure=exposure, layers=[name] * LAYERS)
+
+
+def test_variant_of_the_smallest_size_and_the_least_exposure():
+    small, low, high, large = variant(100, length=50), variant(200, 0.5, length=50), variant(200, length=50), variant(400)
+    variants = [large, high, small, low]
+
+    def of(tokens: int, length: int = 10, exposure: float | None = None) -> Variant | None:
+        return variant_for(variants, tokens=tokens, length=length, exposure=exposure)
+
+    assert [of(1), of(100), of(101), of(200), of(201), of(400)] == [small, small, high, high, large, large]
+    assert of(401) is None
+    assert [of(150, exposure=e) for e in (0.0, 0.5, 0.51, 1e9, None)] == [low, low, high, high, high]
+    assert of(50, length=51) is large, "rows that are too long for the smaller sizes"
+    assert of(150, length=51, exposure=0.1) is large
+    assert [v.label for v in variants] == ["up to 400 tokens", "up to 200 tokens", "up to 100 tokens", "up to 200 tokens, exposure up to 0.5"]
+
+
+@pytest.mark.parametrize(
+    ("variants", "words"),
+    [
+        ([variant(10, name="B")], "names pattern 'B'"),
+        ([variant(10), variant(20, 0.5)], "variants of 20 tokens need exactly one without max_exposure"),
+        ([variant(10), variant(10)], "variants of 10 tokens need exactly one without max_exposure"),
+        ([], "at least 1 item"),
+    ],
+)
+def test_variants_that_leave_a_micro_batch_without_one_are_refused(tmp_path, plan, frozen, variants, words):
+    path = tmp_path / "p.json"
+    save_json(freeze(frozen.model_copy(update={"variants": variants})), path)
+    with pytest.raises(PlanMismatchError, match=words):
+        load_frozen_plan(path)
+    more = {"micro_batches": 1, "risk": 0.1, "step_us": 1.0, "peak_bytes": 1, "rel_error": 0.0}
+    save_json(plan.model_copy(update={"variants": [PlannedVariant(**v.model_dump(), **more) for v in variants]}), path)
+    with pytest.raises(PlanMismatchError, match=words):
+        load_plan_file(path)
+
+
+def test_recovered_is_nothing_where_checkpointing_is_free(plan):
+    assert plan.predicted.recovered == pytest.approx(2 / 3)
+    assert plan.update.recovered == pytest.approx(2 / 3)
+    free = {"gc_us": 9.0, "none_us": 9.0}
+    assert plan.update.model_copy(update=free).recovered == plan.predicted.model_copy(update=free).recovered == 0.0
 
 
 # ------------------------------------------------------------------------------------------------- writes that go wrong
