@@ -93,12 +93,15 @@ class MicroBatch:
     @property
     def zero_rows(self) -> int:
         """Rows that can be skipped exactly; 0 where the loss has terms that reach every row."""
-        return 0 if losses.has_other_terms(self.loss) else int(zero_exposure_rows(self).sum())
+        try:
+            return int(zero_exposure_rows(self).sum())
+        except UsageError:
+            return 0
 
     @property
     def has_gradient(self) -> bool:
         """Whether any token has a coefficient; a group of equal rewards has none."""
-        return losses.has_other_terms(self.loss) or bool((self.advantages != 0).any())
+        return losses.reaches_zero_advantages(self.loss) or bool((self.advantages != 0).any())
 
     def model_inputs(self) -> dict[str, Tensor]:
         """What the decoder is called with."""
@@ -237,10 +240,13 @@ def from_rows(
 def zero_exposure_rows(micro_batch: MicroBatch) -> Tensor:
     """(B,) True where a row's coefficients are all zero whatever the forward gives: its gradient is exactly zero.
 
-    Raises UsageError where zero advantages do not make a zero gradient: KL, entropy bonus or auxiliary loss.
+    Raises UsageError where zero advantages do not make a zero gradient (KL, entropy bonus, auxiliary loss), and where other
+    rows' gradients depend on them (an entropy quantile taken over the micro-batch).
     """
     if losses.has_other_terms(micro_batch.loss):
-        raise UsageError("rows with zero advantages cannot be skipped: the loss has a KL, entropy or router auxiliary term, which reaches them too")
+        raise UsageError("rows with zero advantages cannot be skipped: the loss has a KL, entropy or router auxiliary term, which reaches them too; run without skipping")
+    if losses.needs_entropies(micro_batch.loss) and micro_batch.loss.entropy_threshold is None:
+        raise UsageError("rows with zero advantages cannot be skipped: the entropy quantile is taken over all rows; record entropy_threshold, or run without skipping")
     return ~((micro_batch.advantages != 0) & (micro_batch.loss_mask == 1)).any(1)
 
 
@@ -440,7 +446,8 @@ def _check_groups(mb: MicroBatch) -> None:
             continue
         prompt = mb.input_ids[i][mb.attention_mask[i].bool()][:length].tolist()
         row, other = seen.setdefault(group, (i, prompt))
-        if prompt != other:
+        shared = min(len(prompt), len(other))  # a masked first completion token looks like a longer prompt
+        if prompt[:shared] != other[:shared]:
             raise ProfileError(f"micro-batch: rows {row} and {i} are of group {group} and have different prompts; are the group ids of another order?")
 
 

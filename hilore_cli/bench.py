@@ -1,6 +1,6 @@
 """Methods side by side, and the dry run that binds a plan to a model.
 
-Everything is measured in one process on one micro-batch: peaks from allocator events, gradients against gradients, times
+Everything is measured in one process on the micro-batches of one update: peaks from allocator events, gradients against gradients, times
 interleaved and compared in pairs. What it does NOT do: choose methods to flatter a plan; checkpointing is Hugging Face's own,
 with torch's early stop.
 """
@@ -72,7 +72,8 @@ def apply_plan(model: nn.Module, plan: Plan, batches: Sequence[MicroBatch], *, h
     gc_peak = plan.predicted.gc_peak_bytes if profiled else bench.peak_bytes("gc")  # the profile measured it on its largest micro-batch
     measured = Measurement(peak_bytes=peak, gc_peak_bytes=gc_peak, rel_error=error, batch_digest=update_digest(judges), date=_today())
     if not emit_anyway:
-        _refuse_miss(plan, measured)
+        whole = len(judges) >= plan.update.micro_batches or len(variants) == 1
+        _refuse_miss(plan, measured, allowed=plan.budgets.risk if whole else max(variant.risk for variant in plan.variants))
     return freeze(
         FrozenPlan(
             name=name or plan.name,
@@ -153,9 +154,11 @@ def run_bench(model: nn.Module, plan: FrozenPlan, batches: Sequence[tuple[str, M
 
 
 def check_size(plan: str, variants: Sequence[Variant], micro_batch: MicroBatch) -> None:
-    """Raise PlanMismatchError for a micro-batch above the plan's largest variant: every layer would be recomputed."""
+    """Raise PlanMismatchError for a micro-batch above the plan's largest variant: every layer would be recomputed. One without
+    any gradient, which no profile can measure, may be.
+    """
     length = micro_batch.shape[1]
-    if variant_for(variants, tokens=micro_batch.tokens, length=length) is None:
+    if micro_batch.has_gradient and variant_for(variants, tokens=micro_batch.tokens, length=length) is None:
         largest = max(variants, key=lambda v: v.max_tokens)
         raise PlanMismatchError(f"plan {plan}: holds for up to {largest.max_tokens} tokens in rows of up to {largest.max_length}, the micro-batch has {micro_batch.tokens} in rows of {length}; above it every layer is recomputed. Profile a micro-batch of this size")
 
@@ -184,17 +187,18 @@ def paired_interval(ratios: Sequence[float]) -> tuple[float, float]:
     return ordered[k], ordered[n - 1 - k]
 
 
-def _refuse_miss(plan: Plan, measured: Measurement) -> None:
+def _refuse_miss(plan: Plan, measured: Measurement, *, allowed: float) -> None:
+    """`allowed`: the risk budget is that of an update; judged on a part of one, a variant may bring its own risk."""
     budgets = plan.budgets
     if measured.peak_bytes > budgets.cap_bytes:
         raise PlanMismatchError(
             f"plan {plan.name}: the dry run peaked at {format_bytes(measured.peak_bytes)}, over its cap of {format_bytes(budgets.cap_bytes)} "
             f"(predicted {format_bytes(plan.predicted.peak_bytes)}); plan again with a lower --mem-cap, or emit it with --emit-anyway"
         )
-    if measured.rel_error > budgets.risk:
+    if measured.rel_error > allowed:
         raise PlanMismatchError(
-            f"plan {plan.name}: the dry run's gradient error is {measured.rel_error:.3g}, over its risk budget of {budgets.risk:.3g} "
-            f"(predicted {plan.predicted.rel_error:.3g}); plan again with a lower --risk, or emit it with --emit-anyway"
+            f"plan {plan.name}: the dry run's gradient error is {measured.rel_error:.3g}, over its risk budget of {allowed:.3g} "
+            f"(predicted {plan.update.rel_error:.3g}); plan again with a lower --risk, or emit it with --emit-anyway"
         )
 
 

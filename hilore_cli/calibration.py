@@ -12,6 +12,7 @@ quantiles of 8 to 16 pairs would be their maximum, which one pair in n exceeds a
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, median, stdev
@@ -104,22 +105,23 @@ def try_plans(bench: Workbench, batches: Sequence[tuple[str, MicroBatch]], *, un
         more, of_codec = trial_plans(units, classes, layers, codec=codec)
         patterns |= more
         plans += [of_codec] if of_codec else []
-    profiled, heldout = batches[0], list(batches[1:])
+    profiled, others = batches[0], list(batches[1:])
+    heldout = [trial for trial in others if trial[1].has_gradient]
     trials = heldout or [(f"part {i + 1} of {profiled[0]}", half) for i, half in enumerate(halves_of(profiled[1]))]
     each = math.ceil(PAIRS / len(trials))
-    norms, total, pairs = [_norm(exact)], {name: grad.clone() for name, grad in exact.items()} if heldout else exact, []
+    norms = {id(profiled[1]): gradient_norm(exact)}
+    total, pairs = {name: grad.clone() for name, grad in exact.items()} if heldout else exact, []
     whole = bench.batches
     try:
         for position, (source, batch) in enumerate(trials):
             progress("checking the risk against whole plans", position, len(trials))
             bench.batches = [batch]
             reference = bench.gradients_by("recompute")
-            norm = _norm(reference)
+            norms[id(batch)] = gradient_norm(reference)
             if heldout:
-                norms.append(norm)
                 for name, grad in reference.items():
                     total[name].add_(grad)
-            if norm == 0:
+            if norms[id(batch)] == 0:
                 continue
             for of_codec in plans:
                 for plan in (of_codec[(position * each + k) % len(of_codec)] for k in range(min(each, len(of_codec)))):
@@ -128,16 +130,18 @@ def try_plans(bench: Workbench, batches: Sequence[tuple[str, MicroBatch]], *, un
                     pairs.append(CalibrationPair(codec=plan.codec, plan=plan.words, micro_batch=source, heldout=bool(heldout), predicted_rho2=plan.rho2, measured_rel_error=error))
     finally:
         bench.batches = whole
-    return Tried(gradient_norms=norms, update_gradient_norm=_norm(total), pairs=pairs)
+    return Tried(gradient_norms=[norms.get(id(batch), 0.0) for _, batch in batches], update_gradient_norm=gradient_norm(total), pairs=pairs)
 
 
 def kappas_of(pairs: Sequence[CalibrationPair], codecs: Sequence[str]) -> list[Kappa]:
-    """Calibration of each codec that has pairs."""
+    """Calibration of each codec that has pairs; fewer than PAIRS, or none on other micro-batches, are worth a warning."""
     found = []
     for codec in codecs:
         mine = [pair for pair in pairs if pair.codec == codec and pair.measured_rel_error > 0]
         if mine:
             batches = sorted({pair.micro_batch for pair in mine})
+            if len(mine) < PAIRS or not mine[0].heldout:
+                warnings.warn(f"codec {codec}: calibrated on {len(mine)} pairs of plan and micro-batch{'' if mine[0].heldout else ', none of them on another micro-batch than the profiled one'}; give more micro-batches (--batch) for a surer risk", stacklevel=2)
             found.append(Kappa(codec=codec, value=prediction_limit([pair.ratio for pair in mine]), quantile=QUANTILE, pairs=len(mine), micro_batches=len(batches), coverage=_coverage(mine, batches)))
     return found
 
@@ -183,5 +187,6 @@ def halves_of(micro_batch: MicroBatch) -> tuple[MicroBatch, ...]:
     return (micro_batch,)
 
 
-def _norm(gradient: Mapping[str, Tensor]) -> float:
+def gradient_norm(gradient: Mapping[str, Tensor]) -> float:
+    """Euclidean norm over all parameters."""
     return sum(float(grad.double().square().sum()) for grad in gradient.values()) ** 0.5

@@ -8,6 +8,7 @@ so many, and wherever no exposure is told, the variant is the one for the highes
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -35,24 +36,36 @@ class VariantChoice:
         self.rule = rule
         self._group = group
         self._seen: deque[float] = deque(maxlen=micro_batches)
+        self._announced, self._announced_for = 0.0, 0
         self._told: tuple[int, int, float | None] | None = None
         self._last_layer = -1
         self._warned: set[str] = set()
 
     def expect(self, weights: Sequence[float]) -> None:
-        _, mean = self._agree([sum(weights) / max(len(weights), 1)])
-        self._seen = deque([mean[0]] * self._seen.maxlen, maxlen=self._seen.maxlen)
+        _, mean = self._agree([sum(self._checked(weight) for weight in weights) / max(len(weights), 1)])
+        self._announced, self._announced_for = mean[0], len(weights)
 
     def tell(self, *, exposure: Tensor | float | None, logps: Tensor | None, tokens: int | None, length: int | None) -> None:
         weight = self._weight(exposure, logps)
-        most, mean = self._agree([tokens or 0, length or 0, weight or 0.0])
+        most, mean = self._agree([tokens or 0, length or 0, weight or 0.0, weight is None])
         relative = None
-        if weight is not None:
-            self._seen.append(mean[2])
-            reference = sum(self._seen) / len(self._seen)
-            if len(self._seen) == self._seen.maxlen:
-                relative = most[2] / reference if reference > 0 else 0.0
+        if not most[3]:  # one rank that does not know makes all of them careful
+            reference = self._reference(mean[2])
+            relative = None if reference is None else most[2] / reference if reference > 0 else 0.0
         self._told = (int(most[0]), int(most[1]), relative)
+
+    def _reference(self, weight: float) -> float | None:
+        """The mean weight of the update's micro-batches: as announced, else of the last that were told; None before there are enough."""
+        self._seen.append(weight)
+        if self._announced_for > 0:
+            self._announced_for -= 1
+            return self._announced
+        return sum(self._seen) / len(self._seen) if len(self._seen) == self._seen.maxlen else None
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether exposure matters to any variant."""
+        return any(variant.max_exposure is not None for variant in self.variants)
 
     def at_layer(self, layer: int, *, rows: int, length: int) -> Variant | None:
         """The current variant; a layer not above the last one called begins a new micro-batch."""
@@ -73,17 +86,24 @@ class VariantChoice:
         self.served[RECOMPUTE_ALL if self.current is None else self.current.label] += 1
         if self.current is None:
             largest = max(self.variants, key=lambda v: v.max_tokens)
-            self.warn_once("size", f"a micro-batch of {int(tokens)} tokens in rows of {int(longest)} is above the plan's largest ({largest.max_tokens} tokens, rows of {largest.max_length or 'any length'}); every layer is recomputed for it. Profile with --tokens {int(tokens)}")
+            self.warn_once("size", f"a micro-batch of {int(tokens)} tokens in rows of {int(longest)} is above the plan's largest ({largest.max_tokens} tokens, rows of {largest.max_length or 'any length'}); every layer is recomputed for it. Profile a micro-batch of this size")
 
     def _weight(self, exposure: Tensor | float | None, logps: Tensor | None) -> float | None:
-        if exposure is None or not isinstance(exposure, Tensor):
-            return exposure
+        if exposure is None:
+            return None
+        if not isinstance(exposure, Tensor) or exposure.ndim == 0:
+            return self._checked(float(exposure))
         if self.rule == "tokens":
             raise UsageError(f"plan {self.name}: was made with exposure ignored (--weigh tokens); give the micro-batch's weight as a number, or no exposure")
         try:
-            return weight_of(exposure.detach().double(), self.rule, logps=None if logps is None else logps.detach().double(), xp=torch)
+            return self._checked(weight_of(exposure.detach().double(), self.rule, logps=None if logps is None else logps.detach().double(), xp=torch))
         except UsageError as error:
             raise UsageError(f"plan {self.name}: {error}") from error
+
+    def _checked(self, weight: float) -> float:
+        if not (math.isfinite(weight) and weight >= 0):
+            raise UsageError(f"exposure weight {weight}: must be a finite number of 0 or more; is there a NaN among the advantages or log-probabilities?")
+        return weight
 
     def _agree(self, values: list[float]) -> tuple[list[float], list[float]]:
         """Greatest and mean of each value over the ranks."""

@@ -71,6 +71,7 @@ def main() -> NoReturn:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while another process has their core cost a step tenfold
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|torch")
+    warnings.showwarning = lambda message, *_: report.print_warning(str(message))
     try:
         code = typer.main.get_command(app)(prog_name="hilore", standalone_mode=False)
     except HiloreError as error:
@@ -333,7 +334,7 @@ def show_command(
     reporter = Reporter(as_json=as_json, quiet=as_json)
     if not path.exists():
         raise UsageError(f"{path}: no such file or folder; give a profile folder, a plan, a micro-batch or a benchmark")
-    if path.is_dir() or path.name == "profile.json":
+    if (path.is_dir() and (path / "profile.json").exists()) or path.name == "profile.json":
         from hilore_cli.schema import load_profile
 
         folder = path if path.is_dir() else path.parent

@@ -167,7 +167,10 @@ def _exposure_by_token(mb: MicroBatch, dtype: torch.dtype) -> ExposureOf:
 
     def exposure_of(span: slice, logps: torch.Tensor) -> torch.Tensor:
         part = {name: None if x is None else x[span][None] for name, x in flat.items()}
-        return losses.exposure(mb.loss, LossInputs(**part | {"logps": logps[None]}), xp=torch)[0]
+        try:
+            return losses.exposure(mb.loss, LossInputs(**part | {"logps": logps[None]}), xp=torch)[0]
+        except UsageError as error:
+            raise UsageError(f"head one-pass: {error}; use --head chunked") from error
 
     return exposure_of
 

@@ -146,9 +146,15 @@ class Update:
             tokens = next((t for t in sizes if row.tokens <= t), sizes[-1])  # a larger one without gradient is not profiled
             members[tokens, next((e for e in edges if relative[i] <= e), None)].append(i)
         self.groups = [
-            Group(max_tokens=tokens, max_exposure=edge, members=tuple(rows[i] for i in chosen), share=sum(relative[i] for i in chosen) / len(rows) * self.total_share)
+            Group(max_tokens=tokens, max_exposure=edge, members=tuple(rows[i] for i in chosen), share=self._share([relative[i] for i in chosen], [rows[i] for i in chosen]))
             for (tokens, edge), chosen in members.items()
         ]
+
+    def _share(self, relative: Sequence[float], rows: Sequence[MicroBatchRow]) -> float:
+        """What exposure says, and never less than what was measured: terms like KL have a gradient that exposure does not tell."""
+        told = sum(relative) / len(self.profile.micro_batches) * self.total_share
+        measured = sum(row.gradient_norm**2 for row in rows) / self.profile.update_gradient_norm**2
+        return max(told, measured)
 
     def predict(self, chosen: Sequence[Option]) -> UpdatePrediction:
         """Times in proportion to each micro-batch's own tokens; the error from the shares."""
@@ -170,8 +176,9 @@ def _sizes(profile: Profile) -> list[int]:
 def _class_edges(relative: Sequence[float]) -> list[float]:
     """Upper edges of all classes but the last: midway between neighbours, where they differ."""
     ordered = sorted(relative)
-    cuts = {len(ordered) * k // CLASSES for k in range(1, CLASSES)} - {0}
-    return sorted({(ordered[c - 1] + ordered[c]) / 2 for c in cuts if ordered[c - 1] < ordered[c]})
+    places = [i for i in range(1, len(ordered)) if ordered[i - 1] < ordered[i]]
+    cuts = {min(places, key=lambda i: abs(i - len(ordered) * k / CLASSES)) for k in range(1, CLASSES)} if places else set()
+    return sorted((ordered[c - 1] + ordered[c]) / 2 for c in cuts)
 
 
 # ---------------------------------------------------------------------------------------------------------------- levels

@@ -15,7 +15,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import hilore_cli
 from hilore_cli import exposure as losses
 from hilore_cli.batches import MicroBatch, require_gradient
-from hilore_cli.calibration import kappas_of, try_plans
+from hilore_cli.calibration import gradient_norm, kappas_of, try_plans
 from hilore_cli.capture import JointGraph, describe_joint, graph_digest, model_identity
 from hilore_cli.errors import CaptureError, ProfileError
 from hilore_cli.grpo import GrpoConfig
@@ -62,9 +62,11 @@ from hilore_cli.schema import (
     save_profile,
     write_atomic,
 )
-from hilore_cli.workbench import Progress, Workbench
+from hilore_cli.workbench import Progress, Workbench, check_vocabulary
 
 OPERATOR_REPEATS = 5
+COUNTS = {"current_gradient_accumulation_steps", "num_items_in_batch", "batch_num_tokens", "global_batch_size", "entropy_threshold", "loss_scale_factor"}
+"""Settings of a loss that count an update's tokens, rows or micro-batches: they may differ from one to the next."""
 CodecTimes = dict[tuple[str, str], tuple[float, float]]
 """(unit, codec) -> (compress, decompress) in microseconds."""
 
@@ -89,6 +91,8 @@ def profile_update(model: nn.Module, batches: Sequence[tuple[str, MicroBatch]], 
     for _, micro_batch in batches:
         micro_batch.validate()
     require_gradient([micro_batch for _, micro_batch in batches])
+    check_vocabulary(model, [micro_batch for _, micro_batch in batches])
+    check_one_update(batches)
     batches = sorted(batches, key=lambda item: (not item[1].has_gradient, -item[1].tokens))  # stable: of equals, the first given
     source, micro_batch = batches[0]
     identity = model_identity(model, source=request.source)
@@ -96,7 +100,7 @@ def profile_update(model: nn.Module, batches: Sequence[tuple[str, MicroBatch]], 
     key = _key(identity.model_dump(), [batch_identity(mb, source=name, task=request.task).model_dump() for name, mb in batches], request)
     stages = Stages(folder / "unfinished", key=key)
     bench = Workbench(model, [micro_batch], request.config)
-    _warn_of_other_terms(micro_batch)
+    _warn_of_other_terms([mb for _, mb in batches])
 
     progress("recording one step", 0, 1)
     record = record_step(bench)  # first: it compiles what is timed next
@@ -144,10 +148,26 @@ def micro_batch_row(source: str, micro_batch: MicroBatch, *, gradient_norm: floa
     return MicroBatchRow(**shared, logits=micro_batch.weight("logits"), squared=micro_batch.weight("squared"), scalar=micro_batch.weight("scalar"), uniform=micro_batch.weight("tokens"), gradient_norm=gradient_norm)
 
 
-def _warn_of_other_terms(micro_batch: MicroBatch) -> None:
+def check_one_update(batches: Sequence[tuple[str, MicroBatch]]) -> None:
+    """Raise ProfileError for micro-batches that are no parts of one update: the same twice, other losses, other layouts."""
+    seen: dict[str, str] = {}
+    first_source, first = batches[0]
+    for source, micro_batch in batches:
+        digest = batch_identity(micro_batch, source="", task="").digest
+        if digest in seen:
+            raise ProfileError(f"micro-batches {seen[digest]} and {source} are the same; give each once")
+        seen[digest] = source
+        mine, theirs = ({"layout": mb.layout, **losses.to_dict(mb.loss)} for mb in (first, micro_batch))
+        differing = [key for key in sorted(mine.keys() | theirs.keys()) if key not in COUNTS and mine.get(key) != theirs.get(key)]
+        if differing:
+            key = differing[0]
+            raise ProfileError(f"micro-batches {first_source} and {source} differ in {key} ({mine.get(key)}, {theirs.get(key)}); give those of one update of one trainer")
+
+
+def _warn_of_other_terms(batches: Sequence[MicroBatch]) -> None:
     """The step has no entropy bonus and no router loss: their gradient does not come through log-probabilities."""
-    names = ("entropy_coef", "entropy_coeff", "router_aux_loss_coef", "aux_loss_coef")
-    left_out = [name for name in names if getattr(micro_batch.loss, name, None)]
+    names = ("entropy_coef", "entropy_coeff", "use_adaptive_entropy", "router_aux_loss_coef", "aux_loss_coef")
+    left_out = [name for name in names if any(getattr(batch.loss, name, None) for batch in batches)]
     if left_out:
         warnings.warn(f"the recorded loss has {' and '.join(left_out)}, which is left out of the profiled step: risk is that of the policy and KL terms", stacklevel=3)
 
@@ -284,7 +304,7 @@ def record_step(bench: Workbench) -> StepRecord:
         for index, (graph, arguments) in recorder.primals.items()
         if index in tangents
     }
-    norm = sum(float(g.double().square().sum()) for g in exact.values()) ** 0.5
+    norm = gradient_norm(exact)
     if not norm > 0:
         raise ProfileError("the micro-batch has no gradient at all; use one whose groups have mixed rewards")
     return StepRecord(joints=recorder.joints, calls=calls, exact=exact, gradient_norm=norm)
@@ -403,10 +423,10 @@ def token_weights(micro_batch: MicroBatch) -> Tensor:
 
 
 def batch_identity(micro_batch: MicroBatch, *, source: str, task: str) -> BatchId:
-    """What was profiled: a digest over ids, masks, advantages and loss, and the shape that the plan will hold for."""
-    tensors = (micro_batch.input_ids, micro_batch.attention_mask, micro_batch.loss_mask, micro_batch.advantages)
-    told = json.dumps([micro_batch.layout, losses.to_dict(micro_batch.loss)], sort_keys=True)
-    digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors) + told.encode()).hexdigest()[:16]
+    """What was profiled: a digest over all tensors, layout and loss, and the shape that the plan will hold for."""
+    tensors = {f.name: value for f in fields(micro_batch) if isinstance(value := getattr(micro_batch, f.name), Tensor)}
+    told = json.dumps([micro_batch.layout, losses.to_dict(micro_batch.loss), list(tensors)], sort_keys=True)
+    digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors.values()) + told.encode()).hexdigest()[:16]
     _, counts = torch.unique(micro_batch.group_ids, return_counts=True)
     rows, length = micro_batch.shape
     return BatchId(source=source, digest=digest, task=task, rows=rows, length=length, tokens=micro_batch.tokens, loss_tokens=micro_batch.loss_tokens, group_size=int(counts.max()))

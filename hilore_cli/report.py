@@ -75,6 +75,11 @@ def print_view(view: RenderableType) -> None:
     sys.stdout.flush()
 
 
+def print_warning(message: str) -> None:
+    """One yellow line on stderr."""
+    Console(stderr=True).print(Text(f"hilore: {' '.join(message.split())}", style="yellow"), soft_wrap=True)
+
+
 def print_error(message: str) -> None:
     """One red line on stderr."""
     line = " ".join(message.split())
@@ -170,7 +175,7 @@ def variants_view(plan: Plan) -> list[RenderableType]:
     """The variants of a plan that has several, and what they do to the profiled update together."""
     if len(plan.variants) < 2:
         return []
-    table = _table("variant for", "micro-batches >", "patterns >", "step >", "peak >", "grad error >", title="variants, by tokens and by squared exposure relative to the update's mean")
+    table = _table("variant for", "micro-batches >", "patterns >", "step >", "peak >", "grad error >", title=f"variants, by tokens and by exposure (rule {plan.budgets.exposure_rule}) relative to the update's mean")
     for variant in plan.variants:
         table.add_row(variant.label, str(variant.micro_batches), str(len(set(variant.layers))), format_us(variant.step_us), format_bytes(variant.peak_bytes), f"{variant.rel_error:.2e}")
     update = plan.update
@@ -227,7 +232,7 @@ def frozen_view(frozen: FrozenPlan, *, path: str, patterns: bool) -> RenderableT
     table = _table("dry run", "predicted >", "measured >", "allowed >")
     table.add_row("peak", format_bytes(predicted.peak_bytes), format_bytes(measured.peak_bytes) if measured else "-", f"{format_bytes(budgets.cap_bytes)} ({budgets.mem_cap})")
     table.add_row("GC's peak", format_bytes(predicted.gc_peak_bytes), format_bytes(measured.gc_peak_bytes) if measured else "-", "")
-    table.add_row("gradient error", f"{predicted.rel_error:.2e}", f"{measured.rel_error:.2e}" if measured else "-", f"{budgets.risk:g}")
+    table.add_row("gradient error", f"{frozen.update.rel_error:.2e}", f"{measured.rel_error:.2e}" if measured else "-", f"{budgets.risk:g}")
     table.add_row("step", f"{format_us(predicted.step_us)} ({format_gain(predicted.speedup_vs_gc)} vs GC)", "hilore bench", "")
     tables = [_variant_patterns(frozen, variant) for variant in frozen.variants] if patterns else []
     return _stack(head, table, *tables, trainer_lines(path))

@@ -58,6 +58,8 @@ def evaluate_terms(terms: dict[str, int], *, batch: int | Fraction, length: int)
 def account_at(profile: Profile, tokens: int) -> Account:
     """The account at so many tokens: on the line through the two measured sizes, and below the smaller one as there."""
     large, smaller = profile.account, profile.smaller
+    if tokens == profile.batch.tokens:
+        return large
     if smaller is None:
         raise ProfileError(f"profile {profile.name}: its account was measured at one size only; profile a micro-batch of more rows")
     share = max(0.0, (tokens - smaller.tokens) / (profile.batch.tokens - smaller.tokens))

@@ -232,7 +232,7 @@ class Kappa(Strict):
     """Calibration of one codec: predicted eps^2 = value x sum of rho^2."""
 
     codec: str
-    value: float = Field(gt=0, description="upper prediction limit of the ratio eps^2 / sum rho^2 of a further pair (risk.py)")
+    value: float = Field(gt=0, description="upper prediction limit of the ratio eps^2 / sum rho^2 of a further pair (calibration.py)")
     quantile: float
     pairs: int
     micro_batches: int
@@ -267,8 +267,11 @@ class Profile(Strict):
     units: list[UnitRow]
 
     def kappa(self, codec: str) -> float:
-        """1 for a codec that was not calibrated: it has no unit either."""
-        return next((row.value for row in self.kappas if row.codec == codec), 1.0)
+        """Raises ProfileError for a codec that was not calibrated: its risk is not known."""
+        for row in self.kappas:
+            if row.codec == codec:
+                return row.value
+        raise ProfileError(f"profile {self.name}: codec {codec} was not calibrated; measure it again with a further micro-batch that has a gradient (--batch)")
 
 
 # ----------------------------------------------------------------------------------------------------------------- plan
@@ -366,7 +369,7 @@ class Budgets(Strict):
 
 class Variant(Strict):
     """A full set of patterns for micro-batches of up to `max_tokens` (rows x padded length) in rows of up to `max_length`,
-    and of up to `max_exposure` times the update's mean squared exposure; None: any.
+    and of up to `max_exposure` times the mean weight of the update's micro-batches (ExposureRule); None: any.
     """
 
     max_tokens: int = Field(gt=0)

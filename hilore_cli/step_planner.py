@@ -87,6 +87,8 @@ class StepPlanner:
         for unit in profile.units:
             if unit.layer >= len(profile.layers):
                 raise ProfileError(f"profile {profile.name}: unit {unit.unit!r} names layer {unit.layer}, the profile has {len(profile.layers)}")
+            if unit.codec not in codecs:
+                continue
             kappa = profile.kappa(unit.codec)  # from here on rho2 is what calibration predicts
             self.units[unit.layer][unit.unit, unit.codec] = unit.model_copy(update={"rho2": unit.rho2 * kappa, "replayed_rho2": unit.replayed_rho2 * kappa})
         self.candidates: dict[Actions, None] = {}

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from hilore_cli.batches import MicroBatch
 from hilore_cli.capture import JointGraph
-from hilore_cli.errors import ProfileError
+from hilore_cli.errors import ProfileError, UsageError
 from hilore_cli.grpo import BeforeForward, GrpoConfig, actor_update, gradients, make_optimizer
 from hilore_cli.models import decoder_layers, text_decoder
 from hilore_cli.peak import measure_peak, static_bytes_of
@@ -44,21 +44,31 @@ class Workbench:
         self.optimizer = make_optimizer(model, self.config)
         self.layers = decoder_layers(model)
         self.device = next(model.parameters()).device
-        vocabulary = text_decoder(model).get_input_embeddings().weight.shape[0]
-        if (largest := max(int(batch.input_ids.max()) for batch in batches)) >= vocabulary:
-            raise ProfileError(f"micro-batch: holds token id {largest}, the model's vocabulary has {vocabulary}; record it with this model's tokenizer (hilore rollout)")
+        check_vocabulary(model, batches)
         self.recorder = Recorder()
-        self.before: BeforeForward | None = None
+        self._planned: Handle | None = None
+        self._weights: list[float | None] = []
         self.skipping: list[MicroBatch] = []
         self._handles: dict[str, Handle] = {}
         self._compiled: set[str] = set()
 
     def update(self) -> None:
-        actor_update(self.model, self.optimizer, self.batches, self.config, before=self.before)
+        actor_update(self.model, self.optimizer, self.batches, self.config, before=self._announce())
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradient of all micro-batches together."""
-        return gradients(self.model, self.batches, self.config, before=self.before)
+        return gradients(self.model, self.batches, self.config, before=self._announce())
+
+    def _announce(self) -> BeforeForward | None:
+        """Tell an attached plan what the update holds; what is returned tells it of each micro-batch."""
+        if self._planned is None:
+            return None
+        handle, weights = self._planned, self._weights
+        if None not in weights:
+            handle.expect(weights)
+        elif handle.program.choice.has_classes:
+            raise UsageError(f"plan {handle.program.name}: weighs micro-batches by {handle.exposure_rule}, and micro-batch {weights.index(None)} has no log-probabilities from sampling; record them, or plan with --weigh squared")
+        return lambda batch: handle.microbatch(exposure=batch.weight(handle.exposure_rule), tokens=batch.tokens, length=batch.shape[1])
 
     def gradients_by(self, method: str) -> dict[str, Tensor]:
         """Gradients of the micro-batch by a method; compiles what it runs."""
@@ -89,12 +99,13 @@ class Workbench:
         With "+skip" after it the update is that of `skipping`, without the rows that have no gradient.
         """
         if name.endswith(SKIP):
-            whole, self.batches = self.batches, self.skipping
-            try:
-                with self.method(name.removesuffix(SKIP)) as handle:
+            whole = self.batches
+            with self.method(name.removesuffix(SKIP)) as handle:  # exposures are compared with the whole update's
+                self.batches = self.skipping
+                try:
                     yield handle
-            finally:
-                self.batches = whole
+                finally:
+                    self.batches = whole
         elif name == "none":
             yield None
         elif name == "gc":
@@ -102,15 +113,11 @@ class Workbench:
                 yield None
         else:
             with self._handle(name) as handle:
-                rule = handle.exposure_rule
-                weights = [batch.weight(rule) for batch in self.batches]
-                if None not in weights:
-                    handle.expect(weights)
-                self.before = lambda batch: handle.microbatch(exposure=batch.weight(rule), tokens=batch.tokens, length=batch.shape[1])
+                self._planned, self._weights = handle, [batch.weight(handle.exposure_rule) for batch in self.batches]
                 try:
                     yield handle
                 finally:
-                    self.before = None
+                    self._planned = None
 
     @contextmanager
     def assigned(self, patterns: Mapping[str, Pattern], layers: Sequence[str]) -> Iterator[Handle]:
@@ -153,6 +160,13 @@ class Workbench:
                 with self.method(name):
                     samples[name].append(_timed(self.update, self.device))
         return samples
+
+
+def check_vocabulary(model: nn.Module, batches: Sequence[MicroBatch]) -> None:
+    """Raise ProfileError for token ids that the model does not have."""
+    vocabulary = text_decoder(model).get_input_embeddings().weight.shape[0]
+    if (largest := max(int(batch.input_ids.max()) for batch in batches)) >= vocabulary:
+        raise ProfileError(f"micro-batch: holds token id {largest}, the model's vocabulary has {vocabulary}; record it with this model's tokenizer (hilore rollout)")
 
 
 class Recorder:

@@ -152,7 +152,7 @@ def test_a_micro_batch_without_gradient():
     assert not flat.has_gradient
     assert replace(flat, loss=TrlLoss(num_items_in_batch=500, beta=0.1)).has_gradient, "KL reaches it"
     require_gradient([flat, tiny()])
-    with pytest.raises(ProfileError, match="all advantages are zero .* mixed rewards"):
+    with pytest.raises(ProfileError, match=r"all advantages are zero .* mixed rewards"):
         require_gradient([flat, flat])
 
 

@@ -25,7 +25,7 @@ from hilore_cli.batches import save_micro_batch, synthetic_micro_batch
 from hilore_cli.captured import TRAINERS, recipe
 from hilore_cli.errors import PlanMismatchError, ProfileError
 from hilore_cli.report import pattern_words, ranges
-from hilore_cli.schema import Pattern, load_frozen_plan
+from hilore_cli.schema import Pattern, load_frozen_plan, load_profile
 
 VOCABULARY = 128
 TINY = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": VOCABULARY}
@@ -53,8 +53,8 @@ def record_batch(path: Path, *, seed: int = 0, completion_tokens: int = 24, rows
 
 @pytest.fixture(scope="session")
 def chain(tmp_path_factory):
-    """A folder in which profile, plan and apply have run on a tiny model and an update of three micro-batches, one from a file and
-    two from a folder; tests do not change it. With the three results.
+    """A folder in which profile, plan and apply have run on a tiny model and an update of six micro-batches, one from a file and
+    five from a folder; tests do not change it. With the three results.
     """
     folder = tmp_path_factory.mktemp("chain")
     save_tiny(folder / "tiny")
@@ -62,8 +62,8 @@ def chain(tmp_path_factory):
     save_tiny(folder / "deeper", num_hidden_layers=3)
     record_batch(folder / "batch.parquet")
     record_batch(folder / "heldout.parquet", seed=1)
-    record_batch(folder / "more" / "0.parquet", seed=2, completion_tokens=6, scale=0.3)
-    record_batch(folder / "more" / "1.parquet", seed=3, scale=0.1)
+    for number, (completion_tokens, scale) in enumerate([(6, 0.3), (24, 0.1), (6, 1.0), (24, 1.0), (24, 0.4)]):
+        record_batch(folder / "more" / f"{number}.parquet", seed=2 + number, completion_tokens=completion_tokens, scale=scale)
     results = {
         "profile": hilore(*PROFILE, "--batch", "more", "--name", "tiny", "--json", folder=folder),
         # on so small a model the cap may fall anywhere between the few storages: 1.3 leaves room to the dry run
@@ -88,9 +88,9 @@ def test_chain(chain):
     assert frozen["measured"]["peak_bytes"] <= plan["budgets"]["cap_bytes"]
     assert frozen["measured"]["rel_error"] <= 0.05
     assert documents["profile"]["sources"] == plan["sources"] == frozen["sources"] == ["batch.parquet", "more"]
-    assert [row["source"] for row in documents["profile"]["micro_batches"]] == ["batch.parquet", "more/1.parquet", "more/0.parquet"]
-    assert {pair["micro_batch"] for pair in documents["profile"]["calibration"]} == {"more/0.parquet", "more/1.parquet"}
-    assert plan["update"]["micro_batches"] == frozen["micro_batches"] == sum(v["micro_batches"] for v in plan["variants"]) == 3
+    assert [row["source"] for row in documents["profile"]["micro_batches"]] == ["batch.parquet", *(f"more/{i}.parquet" for i in (1, 3, 4, 0, 2))]
+    assert {pair.micro_batch for pair in load_profile(folder / "profiles" / "tiny").calibration} == {f"more/{i}.parquet" for i in range(5)}
+    assert plan["update"]["micro_batches"] == frozen["micro_batches"] == sum(v["micro_batches"] for v in plan["variants"]) == 6
     assert plan["budgets"]["exposure_rule"] == "squared", "no log-probabilities were recorded"
     assert all(v["peak_bytes"] <= plan["budgets"]["cap_bytes"] for v in plan["variants"])
     assert {v["max_tokens"] for v in plan["variants"]} == {77, 128}
@@ -109,7 +109,7 @@ def test_bench_and_show(chain, tmp_path):
     for key in ("speedup_vs_gc", "ceiling_vs_gc", "recovered", "peak_vs_gc", "rel_error", "predicted", "measured"):
         assert key in report
     assert [row["name"] for row in report["methods"]] == ["none", "gc", "plan"]
-    assert [batch["source"] for batch in report["batches"]] == ["batch.parquet", "more/0.parquet", "more/1.parquet"]
+    assert [batch["source"] for batch in report["batches"]] == ["batch.parquet", *(f"more/{i}.parquet" for i in range(5))]
     assert json.loads((tmp_path / "bench.json").read_text()) == report
 
 
@@ -125,7 +125,7 @@ def test_one_variant_against_several(chain, here, tmp_path):
     report = json.loads(out)
     assert code == 0
     assert [row["name"] for row in report["methods"]] == ["none", "gc", "plan", "one", "gc+skip", "plan+skip"]
-    assert [batch["source"] for batch in report["batches"]] == ["more/0.parquet", "more/1.parquet", "batch.parquet"]
+    assert [batch["source"] for batch in report["batches"]] == [*(f"more/{i}.parquet" for i in range(5)), "batch.parquet"]
     errors = {row["name"]: row["rel_error"] for row in report["methods"]}
     assert errors["gc+skip"] < 1e-6
 

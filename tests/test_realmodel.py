@@ -55,16 +55,13 @@ class Real:
 
 @pytest.fixture(scope="module")
 def real(real_model_dir):
-    """The model and a detached handle; two threads, as the issue's machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    """The model and a detached handle."""
     steady_malloc()  # else every step pays for its large blocks in page faults again: the first took 30 s for 2 s of work
     model = load_model(real_model_dir)
     handle = attach_patterns(model, patterns=PATTERNS, variants=[Variant(max_tokens=LIMIT, layers=["store"] * 30)], name="test")
     handle.detach()
     batch = first_groups(load_micro_batch(PROFILES / "smollm2-math.parquet"), rows=4)
-    yield Real(model=model, handle=handle, batch=batch)
-    torch.set_num_threads(before)
+    return Real(model=model, handle=handle, batch=batch)
 
 
 def first_groups(batch: MicroBatch, *, rows: int) -> MicroBatch:

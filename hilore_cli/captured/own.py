@@ -140,11 +140,11 @@ def _packed_lengths(inputs: Mapping[str, Any], count: int, named: list[str]) -> 
     """Tokens of each packed row. Raises ProfileError for boundaries that are none, or that the position ids contradict."""
     if "attention_mask" in inputs and not bool((rows.numbers(inputs, "attention_mask") == 1).all()):
         raise ProfileError("packed ids come with an attention mask that has zeros; packed rows have no padding: cut it off")
-    positions = rows.numbers(inputs, "position_ids").flatten().tolist() if "position_ids" in inputs else None
+    positions = rows.whole_numbers(inputs, "position_ids") if "position_ids" in inputs else None
     if positions is not None and len(positions) != count:
         raise ProfileError(f"position_ids has {len(positions)} values for {count} packed tokens; save one a token")
     if named:
-        boundaries = rows.numbers(inputs, named[0]).flatten().tolist()
+        boundaries = rows.whole_numbers(inputs, named[0])
     elif positions is not None:
         boundaries = [i for i, position in enumerate(positions) if position == 0] + [count]
     else:

@@ -71,6 +71,22 @@ def numbers(inputs: Mapping[str, Any], name: str) -> Tensor:
     return value
 
 
+def number(inputs: Mapping[str, Any], name: str) -> float:
+    """inputs[name] as one finite number."""
+    value = numbers(inputs, name)
+    if value.numel() != 1 or not bool(torch.isfinite(value).all()):
+        raise ProfileError(f"{name} is no single finite number; save the one that the trainer used")
+    return float(value)
+
+
+def whole_numbers(inputs: Mapping[str, Any], name: str) -> list[int]:
+    """inputs[name] as a flat list of integers."""
+    value = numbers(inputs, name).flatten()
+    if not bool(torch.isfinite(value).all()) or bool((value != value.round()).any()):
+        raise ProfileError(f"{name} are no whole numbers; save them as integers")
+    return value.long().tolist()
+
+
 def table(inputs: Mapping[str, Any], name: str, *, like: Tensor | None = None, width: int | None = None) -> Tensor:
     """inputs[name] as a tensor of two dimensions; `like` and `width` say which shape it must have."""
     value = numbers(inputs, name)

@@ -34,10 +34,11 @@ ref_per_token_logps sampling_per_token_logps importance_sampling_ratio tool_mask
 
 
 def record(trainer, path="captured.pt"):
-    steps, compute_loss, first = [], trainer.compute_loss, trainer.state.global_step
+    steps, compute_loss, first = [], trainer.compute_loss, []
 
     def recorded(model, inputs, *args, **kwargs):
-        if trainer.accelerator.is_main_process and model.training and trainer.state.global_step == first:
+        first[:1] = first[:1] or [trainer.state.global_step]  # not before: train() may resume from a checkpoint
+        if trainer.accelerator.is_main_process and model.training and trainer.state.global_step == first[0]:
             loss = {name: getattr(trainer.args, name) for name in OPTIONS}
             loss["current_gradient_accumulation_steps"] = trainer.current_gradient_accumulation_steps
             loss["num_processes"] = trainer.accelerator.num_processes
@@ -78,7 +79,7 @@ def read(inputs: Mapping[str, Any], *, loss: Mapping[str, Any] | None, meta: dic
         rows.shifted(counted, prompt_columns),
         **{name: rows.shifted(value.float(), prompt_columns) for name, value in values.items()},
     )
-    items = rows.per_row(inputs, "num_items_in_batch", 1)
+    items = None if inputs.get("num_items_in_batch") is None else rows.number(inputs, "num_items_in_batch")
     return [
         from_rows(
             chosen,

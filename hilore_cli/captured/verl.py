@@ -93,7 +93,7 @@ def read(inputs: Mapping[str, Any], *, loss: Mapping[str, Any] | None, meta: dic
     masks = [rows.zeros_and_ones(row[None], "response_mask")[0] for row in _responses(inputs, "response_mask", responses)]
     values = {name: _responses(inputs, key, responses) for name, key in VALUES.items() if key in inputs}
     numbers = {name: rows.scalar(inputs[name]) for name in NUMBERS & set(inputs)}
-    numbers |= {"temperature": float(rows.numbers(inputs, "temperature").flatten()[0])} if "temperature" in inputs else {}
+    numbers |= {"temperature": rows.number(inputs, "temperature")} if "temperature" in inputs else {}
     found = _loss(loss, numbers, response_columns=_response_columns(inputs, responses))
     _check_values(masks, values["advantages"], of_update=found.batch_num_tokens)
     scores = _responses(inputs, "token_level_scores", responses) if "token_level_scores" in inputs else None

@@ -58,6 +58,7 @@ __all__ = [
     "is_token_local",
     "needs_entropies",
     "normaliser",
+    "reaches_zero_advantages",
     "readiness",
     "to_dict",
     "weight_of",
@@ -88,17 +89,18 @@ def readiness(loss: Loss, inputs: LossInputs) -> Readiness:
 def estimate(loss: Loss, inputs: LossInputs, *, xp: ModuleType = numpy) -> Array:
     """Return c[B,T] as of the weights that sampled, which is known before the forward: exact on-policy without KL.
 
-    Current log-probabilities are taken to be `old_logps` (every ratio 1); terms that need a forward, the KL to the
-    reference and the entropy gate, are left out.
+    Current log-probabilities are taken to be `old_logps` (every ratio 1), else the sampler's; terms that need a forward, the
+    KL to the reference and the gates by entropy and by distance from the sampler, are left out.
     """
     match loss:
         case TrlLoss():
-            plain = replace(loss, beta=0.0, top_entropy_quantile=1.0)
+            plain = replace(loss, beta=0.0, top_entropy_quantile=1.0, off_policy_mask_threshold=None)
         case VerlLoss():
             plain = replace(loss, use_kl_loss=False, loss_mode="vanilla" if loss.loss_mode == "kl_cov" else loss.loss_mode)
         case OpenRlhfLoss():
             plain = replace(loss, use_kl_loss=False)
-    return exposure(plain, replace(inputs, logps=inputs.old_logps, ref_logps=None, entropies=None), xp=xp)
+    known = inputs.sampling_logps if inputs.old_logps is None else inputs.old_logps
+    return exposure(plain, replace(inputs, logps=known, ref_logps=None, entropies=None), xp=xp)
 
 
 def bound(loss: Loss, inputs: LossInputs, *, xp: ModuleType = numpy) -> Array:
@@ -143,7 +145,18 @@ def weight_of(c: Array, rule: str, *, logps: Array | None = None, xp: ModuleType
         raise UsageError(f"exposure rule {rule!r}: gives no weight from exposures; use logits, squared or scalar, or pass the weight")
     if logps is None:
         raise UsageError("exposure rule logits: needs the log-probabilities that were recorded at sampling; pass logps")
-    return float(((c * xp.expm1(logps)) ** 2).sum())
+    return float((xp.where(c != 0, c * xp.expm1(logps), 0.0) ** 2).sum())  # padding may hold NaN
+
+
+def reaches_zero_advantages(loss: Loss) -> bool:
+    """Return whether tokens of zero advantage have an exposure: KL, and the terms of verl's dro and kl_cov."""
+    match loss:
+        case TrlLoss():
+            return loss.beta != 0
+        case VerlLoss():
+            return loss.loss_mode in ("dro", "kl_cov") or (loss.use_kl_loss and loss.kl_loss_coef != 0)
+        case OpenRlhfLoss():
+            return loss.use_kl_loss and loss.kl_coef != 0
 
 
 def needs_entropies(loss: Loss) -> bool:
