@@ -58,7 +58,7 @@ def apply_plan(model: nn.Module, plan: Plan, batches: Sequence[MicroBatch], *, h
         check_size(plan.name, plan.variants, batch)
     bench = Workbench(model, batches, GrpoConfig(head=plan.head))
     variants = [Variant(**variant.model_dump(include=set(Variant.model_fields))) for variant in plan.variants]
-    bench.add_plan("plan", plan.patterns, variants, micro_batches=plan.update.micro_batches, rule=plan.budgets.exposure_rule)
+    bench.add_plan("plan", plan.patterns, variants, graph_digests=plan.graph_digests, micro_batches=plan.update.micro_batches, rule=plan.budgets.exposure_rule)
     progress("dry run: gradients", 0, 3)
     bench.batches = judges
     exact = bench.gradients_by("gc")
@@ -110,7 +110,7 @@ def run_bench(model: nn.Module, plan: FrozenPlan, batches: Sequence[tuple[str, M
         for batch in bench.batches:
             batch.validate()
             check_size(one.name, one.variants, batch)
-        bench.add_plan(name, one.patterns, one.variants, fallback=one.fallback, micro_batches=one.micro_batches, rule=one.budgets.exposure_rule)
+        bench.add_plan(name, one.patterns, one.variants, fallback=one.fallback, graph_digests=one.graph_digests, micro_batches=one.micro_batches, rule=one.budgets.exposure_rule)
     methods = ["none", "gc", *also, *plans, *([f"gc{SKIP}", f"plan{SKIP}"] if skip else [])]
     if skip:
         bench.skipping = skipped(bench.batches)

@@ -125,8 +125,10 @@ def try_plans(bench: Workbench, batches: Sequence[tuple[str, MicroBatch]], *, un
                 continue
             for of_codec in plans:
                 for plan in (of_codec[(position * each + k) % len(of_codec)] for k in range(min(each, len(of_codec)))):
-                    with bench.assigned(patterns, plan.layers):
+                    with bench.assigned(patterns, plan.layers, graph_digests=[c.graph_digest for c in classes]):
                         error = relative_error(bench.gradients(), reference)
+                    if error == 0:
+                        continue  # the micro-batch's layers trace to another graph, which is recomputed whole
                     pairs.append(CalibrationPair(codec=plan.codec, plan=plan.words, micro_batch=source, heldout=bool(heldout), predicted_rho2=plan.rho2, measured_rel_error=error))
     finally:
         bench.batches = whole

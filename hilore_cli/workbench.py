@@ -86,11 +86,11 @@ class Workbench:
             self.optimizer.step()  # at a learning rate of zero
         return static_bytes_of(self.model, self.optimizer)
 
-    def add_plan(self, name: str, patterns: Mapping[str, Pattern], variants: Sequence[Variant], *, fallback: Sequence[str] = (), micro_batches: int = 1, rule: ExposureRule = "squared") -> None:
-        """Make a plan a method of this name."""
+    def add_plan(self, name: str, patterns: Mapping[str, Pattern], variants: Sequence[Variant], *, fallback: Sequence[str] = (), graph_digests: Sequence[str] = (), micro_batches: int = 1, rule: ExposureRule = "squared") -> None:
+        """Make a plan a method of this name. `graph_digests`: of the graphs it was made for; layers with another are recomputed whole."""
         if name in self._handles or name in ("none", "gc", *UNIFORM):
             raise ValueError(f"method {name!r} is there already")
-        self._handles[name] = self._detached(name, patterns, variants, fallback=fallback, micro_batches=micro_batches, exposure_rule=rule)
+        self._handles[name] = self._detached(name, patterns, variants, fallback=fallback, graph_digests=graph_digests, micro_batches=micro_batches, exposure_rule=rule)
 
     @contextmanager
     def method(self, name: str) -> Iterator[Handle | None]:
@@ -120,11 +120,11 @@ class Workbench:
                     self._planned = None
 
     @contextmanager
-    def assigned(self, patterns: Mapping[str, Pattern], layers: Sequence[str]) -> Iterator[Handle]:
+    def assigned(self, patterns: Mapping[str, Pattern], layers: Sequence[str], *, graph_digests: Sequence[str]) -> Iterator[Handle]:
         """Like `method`, for the calibration's patterns, whose layers change from call to call: compiled patterns are kept."""
         variants = [Variant(max_tokens=UNLIMITED_TOKENS, layers=list(layers))]
         if ASSIGNED not in self._handles:
-            self.add_plan(ASSIGNED, patterns, variants)
+            self.add_plan(ASSIGNED, patterns, variants, graph_digests=graph_digests)
         self._handles[ASSIGNED].program.choice.variants = variants
         with self.method(ASSIGNED) as handle:
             yield handle

@@ -209,7 +209,7 @@ def test_lora(folder):
     assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     mb = synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=5, completion_tokens=6, group_size=4, seed=0)
     full, chunked, one = (
-        gradients(model, mb, GrpoConfig(head=h, chunk_tokens=4)) for h in ("full", "chunked", "one-pass")
+        gradients(model, [mb], GrpoConfig(head=h, chunk_tokens=4)) for h in ("full", "chunked", "one-pass")
     )
     assert set(full) == set(names)
     assert max(relative_error(chunked, full), relative_error(one, full)) <= 1e-5

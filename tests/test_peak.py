@@ -88,9 +88,9 @@ def profiled(tmp_path_factory) -> tuple[Workbench, Profile]:
     torch.set_num_threads(1)
     model = build_tiny("llama", hidden_size=64, intermediate_size=192, head_dim=16, num_hidden_layers=4)
     batch = synthetic_micro_batch(vocab_size=97, rows=8, prompt_tokens=32, completion_tokens=64, group_size=4, seed=0)
-    request = ProfileRequest(name="tiny", source="tiny", task="none", batch_source="synthetic", codecs=["int8"], config=GrpoConfig(head="chunked"), repeats=1)
-    profile = profile_update(model, batch, request, folder=tmp_path_factory.mktemp("profile"), progress=silent)
-    return Workbench(model, batch, request.config), profile
+    request = ProfileRequest(name="tiny", source="tiny", task="none", sources=["synthetic"], codecs=["int8"], config=GrpoConfig(head="chunked"), repeats=1)
+    profile = profile_update(model, [("synthetic", batch)], request, folder=tmp_path_factory.mktemp("profile"), progress=silent)
+    return Workbench(model, [batch], request.config), profile
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def measured(profiled) -> dict[str, int]:
     static = sum(bench.static().values())
     peaks = {}
     for name in PATTERNS:
-        with bench.assigned("plans", PATTERNS, [name] * len(profile.layers)):
+        with bench.assigned(PATTERNS, [name] * len(profile.layers)):
             bench.gradients()
             peaks[name] = measure_peak(bench.update, static_bytes=static, device=CPU)
     return peaks
@@ -121,7 +121,7 @@ def test_account_adds_up_to_the_measured_peak_of_checkpointing() -> None:
     model = build_tiny("llama", vocab_size=3001)
     batch = synthetic_micro_batch(vocab_size=3001, rows=4, prompt_tokens=8, completion_tokens=24, group_size=4, seed=0)
     for head in ("full", "chunked"):
-        bench = Workbench(model, batch, GrpoConfig(head=head))
+        bench = Workbench(model, [batch], GrpoConfig(head=head))
         account, gc_peak = measure_account(bench, bench.static())
         stored = batch.tokens * 32 * 4 * 2
         weights, gradients, optimizer = (account[f"{part}_bytes"] for part in ("weights", "gradients", "optimizer"))
@@ -143,7 +143,7 @@ def test_predicted_peak_of_a_plan_that_differs_by_layer(profiled) -> None:
     bench, profile = profiled
     static = sum(bench.static().values())
     names = ["recompute", "int8", "mixed", "store"]
-    with bench.assigned("plans", PATTERNS, names):
+    with bench.assigned(PATTERNS, names):
         peak = measure_peak(bench.update, static_bytes=static, device=CPU)
     predicted = simulate_step(profile, [PATTERNS[name] for name in names]).peak_bytes
     assert 0.99 <= predicted / peak <= 1.03

@@ -128,6 +128,8 @@ def test_account_below_the_smaller_size_is_that_of_the_smaller(tokens: int) -> N
 
 def test_one_size_is_no_line() -> None:
     profile = make_profile(layers=1).model_copy(update={"smaller": None})
-    for size in ((512, 64), (1024, 32)):
+    assert account_at(profile, 1024) == profile.account
+    assert profile_at(profile, tokens=1024, length=32).account == profile.account, "as many tokens in shorter rows"
+    for size in ((512, 64), (1025, 64)):
         with pytest.raises(ProfileError, match="profile synthetic: its account was measured at one size only; profile a micro-batch of more rows"):
             profile_at(profile, tokens=size[0], length=size[1])

@@ -12,7 +12,7 @@ import pytest
 from profiles_for_tests import MIB, chain_class, make_profile, scaling
 from steps_for_tests import prediction
 
-from hilore_cli.errors import UsageError
+from hilore_cli.errors import InfeasibleError, UsageError
 from hilore_cli.planner import FEWEST, GRID, Group, Option, choose_levels, solve_plan
 from hilore_cli.scaling import profile_at
 from hilore_cli.schema import MicroBatchRow, Plan, Profile, variant_for
@@ -66,7 +66,7 @@ def variants_of(profile: Profile, plan: Plan, rule: str = "squared") -> list:
 
 
 def shares_of(profile: Profile, rule: str = "squared") -> list[float]:
-    """|g_m|^2 / |g|^2 as taken from the weights; together never below those of orthogonal gradients, nor below 1."""
+    """|g_m|^2 / |g|^2 as told by the weights; together never below those of orthogonal gradients, nor below 1."""
     total = max(1.0, sum(row.gradient_norm**2 for row in profile.micro_batches) / profile.update_gradient_norm**2)
     return [w / len(profile.micro_batches) * total for w in relative_weights(profile, rule)]
 
@@ -84,8 +84,10 @@ def check_variants(profile: Profile, plan: Plan, rule: str = "squared") -> None:
         assert variant.rel_error <= variant.risk * (1 + 1e-6)
     chosen = variants_of(profile, plan, rule)
     assert [sum(v is variant for v in chosen) for variant in plan.variants] == [v.micro_batches for v in plan.variants]
-    error2 = sum(share * v.rel_error**2 for share, v in zip(shares_of(profile, rule), chosen, strict=True))
-    assert plan.update.rel_error == pytest.approx(math.sqrt(error2))
+    told, measured = shares_of(profile, rule), [row.gradient_norm**2 / profile.update_gradient_norm**2 for row in profile.micro_batches]
+    # of a group of micro-batches the greater of what exposure says and of what was measured counts
+    bounds = [math.sqrt(sum(share * v.rel_error**2 for share, v in zip(shares, chosen, strict=True))) for shares in (told, measured, [max(pair) for pair in zip(told, measured, strict=True)])]
+    assert max(bounds[:2]) * (1 - 1e-9) <= plan.update.rel_error <= bounds[2] * (1 + 1e-9)
     assert plan.update.rel_error <= plan.budgets.risk * (1 + 1e-6)
     assert plan.update.micro_batches == len(chosen)
     assert plan.update.step_us == pytest.approx(sum(v.step_us * row.tokens / v.max_tokens for v, row in zip(chosen, profile.micro_batches, strict=True)))
@@ -149,14 +151,25 @@ def test_equal_micro_batches_have_one_variant() -> None:
 def test_micro_batch_without_gradient() -> None:
     """Exposure zero, and no share of the budget: it may be compressed hard, and it asks for no division by zero."""
     profile = make_profile(layers=3, layer_class=scaling(chain_class(blocks=2)), head_bytes=0, static_bytes=16 * MIB, micro_batches=[(1024, 1.0, 1.0), (1024, 0.0, 0.0), (768, 0.0, 0.0), (1024, 1.0, 1.0), (1024, 1.0, 1.0)], codecs=("int8",))
-    plan = plan_of(profile)
+    plan = plan_of(profile, risk=0.003)
     check_variants(profile, plan)
     chosen = variants_of(profile, plan)
     assert chosen[2] is not chosen[0]
-    assert chosen[2].rel_error >= chosen[0].rel_error
-    assert chosen[2].step_us <= chosen[0].step_us
+    assert chosen[2].rel_error > chosen[0].rel_error
+    assert chosen[2].step_us < chosen[0].step_us
     everything = with_rows(profile, squared=[0.0] * 6)
     assert plan_of(everything).update.rel_error <= RISK, "no exposure anywhere: all are taken alike"
+
+
+@pytest.mark.xfail(strict=True, reason="planner.choose_levels: shares of groups are the greater of told and measured, so that together they may exceed total_share; then not even the common risk fits, and min() of nothing is a ValueError")
+def test_exposure_that_does_not_tell_the_gradients() -> None:
+    """Gradients of a KL term that no exposure tells of: the budget holds all the same, or is called infeasible."""
+    profile = profile_of(0, sizes=(16,))
+    profile = with_rows(profile, squared=[row.squared if i % 2 else 0.0 for i, row in enumerate(profile.micro_batches)])
+    with pytest.raises(InfeasibleError) as caught:
+        plan_of(profile, cap="0.4x-gc")
+    plan = plan_of(profile, cap=f"{caught.value.least_peak_at_risk_bytes}B")
+    check_variants(profile, plan)
 
 
 def test_few_micro_batches_are_not_divided() -> None:
@@ -203,10 +216,9 @@ def test_rules_weigh_by_their_own_figures() -> None:
         assert plan.budgets.exposure_rule == rule
         check_variants(profile, plan, rule)
         mean = sum(orders[field]) / 6
-        ordered = sorted(orders[field])
-        edges = {(ordered[k - 1] + ordered[k]) / 2 / mean for k in (2, 4) if ordered[k - 1] < ordered[k]}
+        cuts = {"squared": (2.5, 4.5), "scalar": (2.5, 4.5), "logits": (2.5, 4.5), "tokens": (2.0,)}[rule]  # after 2 and 4 of 6, or nearest
         found = {v.max_exposure for v in plan.variants} - {None}
-        assert all(any(edge == pytest.approx(e) for e in edges) for edge in found)
+        assert all(any(edge == pytest.approx(cut / mean) for cut in cuts) for edge in found), (rule, found)
     default = plan_of(profile)
     assert default.budgets.exposure_rule == "logits", "log-probabilities were recorded"
 
