@@ -442,7 +442,6 @@ def test_the_shipped_micro_batches_are_found_from_anywhere(tmp_path, monkeypatch
     assert all(900 <= micro_batch.tokens <= 1200 for _, micro_batch in found)
 
 
-@pytest.mark.xfail(strict=True, reason="pyproject.toml: the wheel lacks the two calibration micro-batches that `hilore demo` profiles")
 def test_the_shipped_micro_batches_are_in_the_wheel():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]

@@ -99,7 +99,7 @@ def measured(profiled) -> dict[str, int]:
     static = sum(bench.static().values())
     peaks = {}
     for name in PATTERNS:
-        with bench.assigned(PATTERNS, [name] * len(profile.layers)):
+        with bench.assigned(PATTERNS, [name] * len(profile.layers), graph_digests=[c.graph_digest for c in profile.classes]):
             bench.gradients()
             peaks[name] = measure_peak(bench.update, static_bytes=static, device=CPU)
     return peaks
@@ -143,7 +143,7 @@ def test_predicted_peak_of_a_plan_that_differs_by_layer(profiled) -> None:
     bench, profile = profiled
     static = sum(bench.static().values())
     names = ["recompute", "int8", "mixed", "store"]
-    with bench.assigned(PATTERNS, names):
+    with bench.assigned(PATTERNS, names, graph_digests=[c.graph_digest for c in profile.classes]):
         peak = measure_peak(bench.update, static_bytes=static, device=CPU)
     predicted = simulate_step(profile, [PATTERNS[name] for name in names]).peak_bytes
     assert 0.99 <= predicted / peak <= 1.03

@@ -14,7 +14,7 @@ import hilore_cli.profiler as profiler
 from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.calibration import kappas_of
 from hilore_cli.errors import ProfileError
-from hilore_cli.exposure import TrlLoss
+from hilore_cli.exposure import TrlLoss, VerlLoss
 from hilore_cli.grpo import GrpoConfig, gradients
 from hilore_cli.profiler import ProfileRequest, batch_identity, profile_update, update_digest
 from hilore_cli.schema import load_profile
@@ -92,7 +92,8 @@ def test_resumed_profile_is_whole(interrupted) -> None:
     assert all(row.time_us > 0 for row in timed)
     assert profile.kappas == kappas_of(profile.calibration, ["int8"])
     assert profile.kappa("int8") == profile.kappas[0].value > 0
-    assert profile.kappa("int4") == 1.0, "not calibrated, and no unit of it either"
+    with pytest.raises(ProfileError, match=r"codec int4 was not calibrated; measure it again .*--batch"):
+        profile.kappa("int4")
     assert len(profile.calibration) == profile.kappas[0].pairs >= 4
     assert {pair.micro_batch for pair in profile.calibration} == {"other"}, "without gradient nothing can be tried"
     assert all(pair.heldout for pair in profile.calibration)
@@ -169,5 +170,26 @@ def test_digests_tell_micro_batches_apart() -> None:
 
 
 def test_terms_that_the_step_lacks_are_told() -> None:
+    bonus = replace(BATCH, loss=TrlLoss(num_items_in_batch=500, entropy_coef=0.01))
     with pytest.warns(UserWarning, match="the recorded loss has entropy_coef, which is left out"):
-        profiler._warn_of_other_terms(replace(BATCH, loss=TrlLoss(num_items_in_batch=500, entropy_coef=0.01)))
+        profiler._warn_of_other_terms([BATCH, bonus])
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (BATCH, "micro-batches a and b are the same; give each once"),
+        (replace(OTHER, layout="packed"), r"micro-batches a and b differ in layout \(padded, packed\)"),
+        (replace(OTHER, loss=TrlLoss(num_items_in_batch=500, epsilon=0.3)), r"differ in epsilon \(0.2, 0.3\); give those of one update"),
+        (replace(OTHER, loss=VerlLoss()), "differ in "),
+    ],
+)
+def test_micro_batches_of_other_updates_are_refused(tmp_path: Path, other, words: str) -> None:
+    with pytest.raises(ProfileError, match=words):
+        profile_update(build_tiny("llama"), [("a", BATCH), ("b", other)], REQUEST, folder=tmp_path / "tiny", progress=silent)
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_micro_batches_of_one_update_may_count_differently() -> None:
+    """TRL's micro-batches of one update may come with counts of their own."""
+    profiler.check_one_update([("a", BATCH), ("b", replace(OTHER, loss=TrlLoss(num_items_in_batch=10**4, current_gradient_accumulation_steps=2)))])

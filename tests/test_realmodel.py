@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from steps_for_tests import LIMIT, differing
 from torch import Tensor, nn
 

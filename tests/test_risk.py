@@ -122,7 +122,7 @@ def test_prediction_of_single_units(recorded: list[Recorded]) -> None:
         ratios = []
         for one in recorded:
             one.load()
-            with one.bench.assigned(patterns, [f"{unit}-{codec}"] * 3):
+            with one.bench.assigned(patterns, [f"{unit}-{codec}"] * 3, graph_digests=[layer_class.graph_digest]):
                 measured = relative_error(one.bench.gradients(), one.record.exact)
             ratios.append(measured / one.predicted(unit, codec, [0, 1, 2]))
         print(f"{unit} {codec}: measured / predicted {[round(r, 2) for r in ratios]}")

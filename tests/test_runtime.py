@@ -45,8 +45,7 @@ FAMILIES = {"llama": {}, "qwen3": {}, "gemma3_text": GEMMA, "qwen3_moe": MOE}
 # ------------------------------------------------------------------------------------------------------ bitwise gradients
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "attention"), [*((family, "sdpa") for family in FAMILIES), ("llama", "eager"), ("gemma3_text", "eager")])
 def test_store_all_and_recompute_all_are_bitwise_equal(family: str, attention: str) -> None:
     """Two padded shapes, the second odd, through one graph for each policy."""
     model = build_tiny(family, attn_implementation=attention, **FAMILIES[family])

@@ -16,7 +16,7 @@ from hilore_cli.schema import LayerClass, Pattern, Profile, UnitRow
 from hilore_cli.timeline import simulate_layer, simulate_step
 
 PROFILED = (4, 24)
-SIZES = [(2, 24), (3, 9), (4, 7), (5, 31), (7, 24)]
+SIZES = [(2, 24), (3, 9), (5, 31)]
 
 
 def captured_class(attention: str, rows: int, length: int) -> LayerClass:
