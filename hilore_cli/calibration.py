@@ -83,6 +83,10 @@ def trial_plans(units: Sequence[UnitRow], classes: Sequence[LayerClass], layers:
         if chosen:
             names = [f"{codec}-{kind}-{row.layer_class}" if row.index in chosen else RECOMPUTE_ALL for row in layers]
             plans.append(TrialPlan(words=f"{kind} units, {len(chosen)} of {place}", codec=codec, layers=names, rho2=total))
+    if not plans:  # a wild codec: its calmest layer is tried whatever it costs
+        cost, kind, index = min((cost, kind, index) for (kind, index), cost in costs.items() if cost > 0)
+        names = [f"{codec}-{kind}-{row.layer_class}" if row.index == index else RECOMPUTE_ALL for row in layers]
+        plans.append(TrialPlan(words=f"{kind} units of layer {index}", codec=codec, layers=names, rho2=cost))
     return patterns, plans
 
 

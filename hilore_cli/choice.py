@@ -42,8 +42,8 @@ class VariantChoice:
         self._warned: set[str] = set()
 
     def expect(self, weights: Sequence[float]) -> None:
-        _, mean = self._agree([sum(self._checked(weight) for weight in weights) / max(len(weights), 1)])
-        self._announced, self._announced_for = mean[0], len(weights)
+        most, mean = self._agree([len(weights), sum(self._checked(weight) for weight in weights) / max(len(weights), 1)])
+        self._announced, self._announced_for = mean[1], int(most[0])
 
     def tell(self, *, exposure: Tensor | float | None, logps: Tensor | None, tokens: int | None, length: int | None) -> None:
         weight = self._weight(exposure, logps)

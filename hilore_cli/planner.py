@@ -17,8 +17,9 @@ Shares are never taken below those of orthogonal gradients: that micro-batches p
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hilore_cli.errors import UsageError
@@ -131,7 +132,7 @@ class Update:
         self.profile = profile
         rows = profile.micro_batches
         orthogonal = sum(row.gradient_norm**2 for row in rows)
-        self.total_share = max(1.0, orthogonal / profile.update_gradient_norm**2)
+        orthogonal_share = max(1.0, orthogonal / profile.update_gradient_norm**2)
         self.max_length = max(row.length for row in rows)
         divided = divided and len(rows) >= FEWEST
         weights = [row.weight(rule) for row in rows]
@@ -146,13 +147,14 @@ class Update:
             tokens = next((t for t in sizes if row.tokens <= t), sizes[-1])  # a larger one without gradient is not profiled
             members[tokens, next((e for e in edges if relative[i] <= e), None)].append(i)
         self.groups = [
-            Group(max_tokens=tokens, max_exposure=edge, members=tuple(rows[i] for i in chosen), share=self._share([relative[i] for i in chosen], [rows[i] for i in chosen]))
+            Group(max_tokens=tokens, max_exposure=edge, members=tuple(rows[i] for i in chosen), share=self._share([relative[i] for i in chosen], [rows[i] for i in chosen], orthogonal_share))
             for (tokens, edge), chosen in members.items()
         ]
+        self.total_share = sum(group.share for group in self.groups)
 
-    def _share(self, relative: Sequence[float], rows: Sequence[MicroBatchRow]) -> float:
+    def _share(self, relative: Sequence[float], rows: Sequence[MicroBatchRow], total: float) -> float:
         """What exposure says, and never less than what was measured: terms like KL have a gradient that exposure does not tell."""
-        told = sum(relative) / len(self.profile.micro_batches) * self.total_share
+        told = sum(relative) / len(self.profile.micro_batches) * total
         measured = sum(row.gradient_norm**2 for row in rows) / self.profile.update_gradient_norm**2
         return max(told, measured)
 
@@ -226,31 +228,35 @@ def choose_levels(groups: Sequence[Group], options: dict[int, list[Option]], *, 
     """One option for each group: least time of all members together, with sum of share x eps^2 within the budget.
 
     Exact over a grid of the budget, use rounded up; that every group takes the option at the common risk is always allowed.
-    A group without members takes what the next higher class of its size does; the highest without any, the common risk.
+    Within a size more exposure never gets more risk, so that the last class holds for exposures that nobody told. A class without
+    members takes what the next higher does; the highest without any, at most the common risk.
     """
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for group in groups:
-        following: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for index, option in enumerate(options[group.max_tokens]):
-            use = 0 if budget == 0 else math.ceil(group.share * option.predicted.rel_error**2 / budget * GRID * (1 - 1e-9))
-            cost = option.predicted.step_us * sum(row.tokens for row in group.members) / group.max_tokens
-            if not group.members and index > 0:
-                continue  # another update may have such micro-batches
-            for used, (us, picked) in best.items():
+    best: dict[int, tuple[float, tuple[Option, ...]]] = {0: (0.0, ())}
+    for tokens in dict.fromkeys(group.max_tokens for group in groups):
+        classes = [group for group in groups if group.max_tokens == tokens]
+        following: dict[int, tuple[float, tuple[Option, ...]]] = {}
+        for picked in _allowed(classes, options[tokens]):
+            use = 0 if budget == 0 else sum(math.ceil(group.share * option.predicted.rel_error**2 / budget * GRID * (1 - 1e-9)) for group, option in zip(classes, picked, strict=True))
+            cost = sum(option.predicted.step_us * row.tokens / tokens for group, option in zip(classes, picked, strict=True) for row in group.members)
+            for used, (us, before) in best.items():
                 total = used + use
                 if total <= GRID + len(groups) and (total not in following or us + cost < following[total][0]):
-                    following[total] = (us + cost, (*picked, index))
+                    following[total] = (us + cost, (*before, *picked))
         best = _pareto(following)
     fitting = [entry for used, entry in best.items() if used <= GRID] or list(best.values())
-    _, picked = min(fitting)
-    chosen = [options[group.max_tokens][index] for group, index in zip(groups, picked, strict=True)]
-    for i in reversed(range(len(groups) - 1)):
-        if not groups[i].members and groups[i].max_exposure is not None:
-            chosen[i] = chosen[i + 1]
-    return chosen
+    return list(min(fitting, key=lambda entry: entry[0])[1])
 
 
-def _pareto(entries: dict[int, tuple[float, tuple[int, ...]]]) -> dict[int, tuple[float, tuple[int, ...]]]:
+def _allowed(classes: Sequence[Group], options: Sequence[Option]) -> Iterator[tuple[Option, ...]]:
+    """Options for the classes of one size, by growing exposure."""
+    for picked in itertools.product(options, repeat=len(classes)):
+        falling = all(low.level >= high.level for low, high in itertools.pairwise(picked))
+        follows = all(group.members or low is high for group, low, high in zip(classes, picked, picked[1:], strict=False))
+        if falling and follows and (classes[-1].members or picked[-1].level <= options[0].level):
+            yield picked
+
+
+def _pareto(entries: dict[int, tuple[float, tuple[Option, ...]]]) -> dict[int, tuple[float, tuple[Option, ...]]]:
     kept, least = {}, math.inf
     for used in sorted(entries):
         if entries[used][0] < least:

@@ -30,6 +30,8 @@ def profile_at(profile: Profile, *, tokens: int, length: int) -> Profile:
         payload = unit.payload_bytes if nbytes == unit.nbytes else min(nbytes, math.ceil(unit.payload_bytes * nbytes / max(unit.nbytes, 1)) + 256)
         units.append(unit.model_copy(update={"nbytes": nbytes, "payload_bytes": payload, "compress_us": unit.compress_us * ratio, "decompress_us": unit.decompress_us * ratio}))
     account = account_at(profile, tokens)
+    longer = max(1.0, length / profile.batch.length)  # masks are quadratic in the length
+    account = account.model_copy(update={"shared_bytes": math.ceil(account.shared_bytes * longer)})
     static = account.static_bytes
     times, peaks = profile.times, profile.peaks
     return profile.model_copy(

@@ -351,7 +351,7 @@ class StepPlanner:
             solver=solver_version(),
             status="optimal within the gap" if self.is_close(solution.assignment, solution.bound_ns) else "feasible",
             objective_us=objective_us,
-            bound_us=solution.bound_ns / 1000,
+            bound_us=max(0.0, solution.bound_ns / 1000),
             gap_of_step=(objective_us - solution.bound_ns / 1000) / (self.profile.times.none_us + objective_us),
             candidates=len(self.candidates),
             resolves=solution.resolves,
