@@ -93,7 +93,7 @@ def profile_update(model: nn.Module, batches: Sequence[tuple[str, MicroBatch]], 
     require_gradient([micro_batch for _, micro_batch in batches])
     check_vocabulary(model, [micro_batch for _, micro_batch in batches])
     check_one_update(batches)
-    batches = sorted(batches, key=lambda item: (not item[1].has_gradient, -item[1].tokens))  # stable: of equals, the first given
+    batches = sorted(batches, key=lambda item: (not item[1].has_gradient, -item[1].tokens, -item[1].loss_tokens))  # the head grows with loss tokens
     source, micro_batch = batches[0]
     identity = model_identity(model, source=request.source)
     batch = batch_identity(micro_batch, source=source, task=request.task)

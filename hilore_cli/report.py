@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,7 +56,17 @@ class Reporter:
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """A progress bar while stderr is a terminal, else nothing."""
+        """A progress bar while stderr is a terminal, else nothing; either way the place where a swallowed Ctrl-C comes up again."""
+        interrupt = Interrupt()
+        before = signal.signal(signal.SIGINT, interrupt)
+        try:
+            with self._bar() as show:
+                yield lambda what, done, total: (interrupt.check(), show(what, done, total))
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    @contextmanager
+    def _bar(self) -> Iterator[Progress]:
         if self.quiet or not sys.stderr.isatty():
             yield lambda what, done, total: None
             return
@@ -67,6 +78,21 @@ class Reporter:
         with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
             task = bars.add_task("starting", total=1)
             yield lambda what, done, total: bars.update(task, description=what, completed=done, total=total)
+
+
+class Interrupt:
+    """Handler of Ctrl-C. Python drops what is raised inside a callback of torch's own: then it is raised at the next progress."""
+
+    def __init__(self) -> None:
+        self._seen = False
+
+    def __call__(self, *_: object) -> None:
+        self._seen = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        if self._seen:
+            raise KeyboardInterrupt
 
 
 def print_view(view: RenderableType) -> None:
