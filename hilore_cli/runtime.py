@@ -46,8 +46,10 @@ def attach(model: nn.Module, plan: FrozenPlan, *, group: dist.ProcessGroup | Non
     """Install a frozen plan on the model it was made for; returns a handle that is a context manager.
 
     `group`: the ranks that must take the same variant (their micro-batches go through the model together); by default all of
-    torch.distributed, where it is initialised. Raises PlanMismatchError when model, dtype, attention implementation, layer count or trainable parameters are not
-    those of the plan, or when a plan is attached already.
+    torch.distributed, where it is initialised.
+
+    Raises PlanMismatchError when model, dtype, attention implementation, layer count or trainable parameters are not those of
+    the plan, or when a plan is attached already.
     """
     model = unwrapped(model)
     if not isinstance(model, (PreTrainedModel, PushToHubMixin)):
@@ -209,7 +211,7 @@ class Program:
         try:
             with compiler_settings():
                 output = compiled(layer, *args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # torch raises many types while it captures; what is not ours to explain goes on unchanged
             explained = _explain(error, plan=self.name, fqn=handle.fqn)
             if explained is error:
                 raise
