@@ -157,6 +157,7 @@ def describe_joint(joint: JointGraph, *, name: str) -> LayerClass:
                 matmul=node.op == "call_function" and _is_matmul(node),
                 pinned=must_store(node),
                 compressible=owns and node.name in downstream and node.name in forward and _is_compressible(value, terms, batch, length),
+                mask=owns and must_store(node) and node.name in forward and value.dtype == torch.bool and _is_large(value, terms, batch, length),
                 time_us=0.0,
             )
         )
@@ -311,6 +312,10 @@ def _byte_terms(value: torch.Tensor, batch: Any, length: Any) -> dict[str, int]:
 def _is_compressible(value: Any, terms: dict[str, int], batch: Any, length: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.dtype not in _COMPRESSIBLE_DTYPES:
         return False
+    return _is_large(value, terms, batch, length)
+
+
+def _is_large(value: torch.Tensor, terms: dict[str, int], batch: Any, length: Any) -> bool:
     numel = evaluate_terms(terms, batch=_hint(batch), length=_hint(length)) // value.element_size()
     return numel >= MIN_NUMEL_PER_TOKEN * _hint(batch) * _hint(length)
 

@@ -1,6 +1,6 @@
 """The command line: profile -> plan -> apply -> bench, and rollout, show, demo.
 
-    hilore profile --model smollm2-135m --task math --codecs int8
+    hilore profile --model smollm2-135m --task math
     hilore plan --mem-cap 1.1x-gc --risk 0.015
     hilore apply
     hilore bench
@@ -115,7 +115,7 @@ def profile_command(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     lora: Annotated[int | None, typer.Option(min=1, help="LoRA rank; without it everything is trained.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling, of LoRA and of the measurements.")] = 0,
-    codecs: Annotated[str, typer.Option(help="Codecs to measure, comma-separated; empty: none.")] = "int8,int4",
+    codecs: Annotated[str | None, typer.Option(help="Codecs to measure, comma-separated; empty: none. Default: fbgemm-int8,fbgemm-int4 on a CPU, int8,int4 on a GPU.", show_default=False)] = None,
     head: Annotated[str, typer.Option(help="Loss head: chunked, full or one-pass.")] = "chunked",
     repeats: Annotated[int, typer.Option(min=1, help="Timed updates of each method.")] = 3,
     threads: Threads = None,
@@ -126,13 +126,13 @@ def profile_command(
     reporter = Reporter(as_json=as_json, quiet=quiet)
     steady_malloc()
     name = file_name(name) if name is not None else file_safe(f"{model.rstrip('/').rsplit('/', 1)[-1]}-{task}")
-    chosen = split_names(codecs)
-    from hilore_cli.codecs import get_codec
+    from hilore_cli.codecs import default_codecs, get_codec
     from hilore_cli.grpo import GrpoConfig
     from hilore_cli.models import load_model, resolve_model
     from hilore_cli.profiler import ProfileRequest, profile_update
 
-    for codec in chosen:
+    chosen = None if codecs is None else split_names(codecs)
+    for codec in chosen or ():
         get_codec(codec)
     config = GrpoConfig(head=head)  # an unknown head is told before a model is loaded
     set_threads(threads)
@@ -146,6 +146,8 @@ def profile_command(
         if shipped:
             reporter.note(f"micro-batches: {len(batches)} that come with hilore for this model and task, of up to {max(mb.tokens for _, mb in batches)} tokens")
     loaded = load_model(model, dtype=dtype, lora_rank=lora, seed=seed)
+    if chosen is None:
+        chosen = default_codecs(next(loaded.parameters()).device)
     folder = PROFILES / name
     if not batch and not shipped:
         batches = sample_batches(loaded, model, task, tokens=tokens or 1024, seed=seed, name=name, reporter=reporter)
@@ -360,7 +362,7 @@ def demo_command(
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{SHIPPED_MODEL}-{SHIPPED_TASK}"
     steps = [
-        ("Measure one GRPO update: time, bytes and risk of each activation in 30 layers.", f"profile --model {SHIPPED_MODEL} --task {SHIPPED_TASK} --codecs int8 --repeats {1 if quick else 2}"),
+        ("Measure one GRPO update: time, bytes and risk of each activation in 30 layers.", f"profile --model {SHIPPED_MODEL} --task {SHIPPED_TASK} --codecs fbgemm-int8 --repeats {1 if quick else 2}"),
         ("Solve: what to store, compress and recompute for the fastest step under 1.1 x the peak of gradient checkpointing (GC).", f"plan profiles/{name} --mem-cap 1.1x-gc --risk 0.015"),
         ("Bind the plan to the model: run one update, compare peak and gradient error with the prediction, on rollouts that were not profiled.", f"apply plans/{name}.plan.json"),
         ("Run no checkpointing, GC and the plan side by side.", f"bench plans/{name}.json --repeats {2 if quick else 3}"),

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from zlib import crc32
 
 import torch
 from functorch.compile import default_partition
@@ -95,7 +96,7 @@ def split_joint(joint: JointGraph, joint_inputs: Any, *, pattern: Pattern, **par
     codec_of = tag_joint(joint, keys, pattern)
     forward, backward = default_partition(joint.module, joint_inputs, num_fwd_outputs=joint.num_fwd_outputs, **partitioner_arguments)
     for name, codec in codec_of.items():
-        insert_codec(forward, backward, name=name, codec=codec, num_fwd_outputs=joint.num_fwd_outputs)
+        insert_codec(forward, backward, name=name, codec=codec, num_fwd_outputs=joint.num_fwd_outputs, stream=crc32(keys[name].encode()) & 0x7FFFFFFF)
     for graph in (forward, backward):
         graph.graph.lint()
     return forward, backward
@@ -121,8 +122,8 @@ def tag_joint(joint: JointGraph, keys: dict[str, str], pattern: Pattern) -> dict
     return codec_of
 
 
-def insert_codec(forward: fx.GraphModule, backward: fx.GraphModule, *, name: str, codec: str, num_fwd_outputs: int) -> None:
-    """Replace one saved value by its payload in both graphs; nothing happens when backward does not read it."""
+def insert_codec(forward: fx.GraphModule, backward: fx.GraphModule, *, name: str, codec: str, num_fwd_outputs: int, stream: int) -> None:
+    """Replace one saved value by its payload in both graphs; nothing happens when backward does not read it. `stream`: of a stochastic codec's random numbers."""
     saved_input = next((n for n in backward.graph.find_nodes(op="placeholder") if n.name == name), None)
     producer = next((n for n in forward.graph.nodes if n.name == name), None)
     if saved_input is None:
@@ -132,7 +133,7 @@ def insert_codec(forward: fx.GraphModule, backward: fx.GraphModule, *, name: str
     value = producer.meta["val"]
     output = next(iter(forward.graph.find_nodes(op="output")))
     with forward.graph.inserting_before(_last_placeholder_or(producer, forward).next):
-        payload = forward.graph.call_function(torch.ops.hilore.compress.default, (producer, codec, _symbolic_list(forward, value.stride())))
+        payload = forward.graph.call_function(torch.ops.hilore.compress.default, (producer, codec, _symbolic_list(forward, value.stride()), stream))
     payload.meta["val"] = torch.ops.hilore.compress.default(value, codec)
     results = list(output.args[0])
     output.args = ([*results[:num_fwd_outputs], *(payload if r is producer else r for r in results[num_fwd_outputs:])],)

@@ -1,6 +1,6 @@
 """Profile + budgets -> Plan: variants for the micro-batches of an update, under one cap and one risk budget for the whole of it.
 
-    plan = solve_plan(profile, cap=parse_cap("1.1x-gc"), risk=0.015, codecs=["int8"], name="smollm2-math")
+    plan = solve_plan(profile, cap=parse_cap("1.1x-gc"), risk=0.015, codecs=["fbgemm-int8"], name="smollm2-math")
 
 Errors of micro-batches are independent, so squares add, and what counts is the update's gradient g = sum of g_m:
 

@@ -30,7 +30,8 @@ from hilore_cli import exposure as losses
 from hilore_cli.batches import MicroBatch, require_gradient
 from hilore_cli.calibration import gradient_norm, kappas_of, try_plans
 from hilore_cli.capture import JointGraph, describe_joint, graph_digest, model_identity
-from hilore_cli.errors import CaptureError, ProfileError
+from hilore_cli.codecs import get_codec
+from hilore_cli.errors import CaptureError, ProfileError, UsageError
 from hilore_cli.grpo import GrpoConfig
 from hilore_cli.models import text_decoder
 from hilore_cli.peak import MemoryTrace, mark, trace_memory
@@ -42,11 +43,13 @@ from hilore_cli.risk import (
     candidate_units,
     codec_times_us,
     embedding_gain,
+    mask_units,
     measure_noise_gain,
     measure_unit,
     transfers,
 )
 from hilore_cli.schema import (
+    MASK_CODEC,
     Account,
     BatchId,
     CalibrationPair,
@@ -93,6 +96,7 @@ def profile_update(model: nn.Module, batches: Sequence[tuple[str, MicroBatch]], 
     require_gradient([micro_batch for _, micro_batch in batches])
     check_vocabulary(model, [micro_batch for _, micro_batch in batches])
     check_one_update(batches)
+    check_codecs(model, request.codecs)
     batches = sorted(batches, key=lambda item: (not item[1].has_gradient, -item[1].tokens, -item[1].loss_tokens))  # the head grows with loss tokens
     source, micro_batch = batches[0]
     identity = model_identity(model, source=request.source)
@@ -369,9 +373,24 @@ def timed_class(joint: JointGraph, call: LayerCall, *, name: str, codecs: Sequen
     with torch.no_grad():
         replay = LayerReplay(joint, described, call)
         times = replay.forward_times_us(repeats=OPERATOR_REPEATS)
-        codec_times = {(unit, codec): codec_times_us(replay.value(unit), codec, repeats=OPERATOR_REPEATS) for unit in candidate_units(described) for codec in codecs}
+        codec_times = {(unit, codec): codec_times_us(replay.value(unit), codec, repeats=OPERATOR_REPEATS) for unit, codec in measured_pairs(replay, described, codecs)}
     nodes = [node.model_copy(update={"time_us": times.get(node.name, 0.0)}) for node in described.nodes]
     return described.model_copy(update={"nodes": nodes}), codec_times
+
+
+def check_codecs(model: nn.Module, codecs: Sequence[str]) -> None:
+    """Raise UsageError for a codec that takes nothing the model holds."""
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    for name in codecs:
+        if dtype not in get_codec(name).dtypes:
+            why = "masks are stored as bits without being asked to" if name == MASK_CODEC else f"the model is {str(dtype).removeprefix('torch.')}, which it does not take"
+            raise UsageError(f"codec {name}: {why}; leave it out of --codecs")
+
+
+def measured_pairs(replay: LayerReplay, layer_class: LayerClass, codecs: Sequence[str]) -> list[tuple[str, str]]:
+    """Units and the codecs to measure on them: those that take the unit's dtype, and for masks their own."""
+    lossy = [(unit, codec) for unit in candidate_units(layer_class) for codec in codecs if replay.value(unit).dtype in get_codec(codec).dtypes]
+    return lossy + [(unit, MASK_CODEC) for unit in mask_units(layer_class)]
 
 
 def measure_layer(bench: Workbench, record: StepRecord, call: LayerCall, layer_class: LayerClass, *, fqn: str, request: ProfileRequest, weight: Tensor) -> dict[str, Any]:
@@ -380,24 +399,22 @@ def measure_layer(bench: Workbench, record: StepRecord, call: LayerCall, layer_c
     with torch.no_grad():
         replay = LayerReplay(joint, layer_class, call)
         units = []
-        for unit in candidate_units(layer_class):
-            value = replay.value(unit)
-            for codec in request.codecs:
-                try:
-                    error = measure_unit(replay, unit, codec, token_weight=weight)
-                except ProfileError as refusal:
-                    warnings.warn(f"{fqn}: {refusal}; it is stored or recomputed there", stacklevel=2)
-                    continue
-                row = {
-                    "layer": call.index,
-                    "unit": unit,
-                    "codec": codec,
-                    "nbytes": value.untyped_storage().nbytes(),
-                    "payload_bytes": error.payload_bytes,
-                    "rel_error": error.rel_error,
-                    "exposure_error": error.exposure_error,
-                }
-                units.append({"row": row, "stored": asdict(error.stored), "replayed": asdict(error.replayed)})
+        for unit, codec in measured_pairs(replay, layer_class, request.codecs):
+            try:
+                error = measure_unit(replay, unit, codec, token_weight=weight)
+            except ProfileError as refusal:
+                warnings.warn(f"{fqn}: {refusal}; it is stored or recomputed there", stacklevel=2)
+                continue
+            row = {
+                "layer": call.index,
+                "unit": unit,
+                "codec": codec,
+                "nbytes": replay.value(unit).untyped_storage().nbytes(),
+                "payload_bytes": error.payload_bytes,
+                "rel_error": error.rel_error,
+                "exposure_error": error.exposure_error,
+            }
+            units.append({"row": row, "stored": asdict(error.stored), "replayed": asdict(error.replayed)})
         gradient = replay.input_gradient()
         row = {
             "index": call.index,

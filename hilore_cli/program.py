@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hilore_cli.ilp import CodecModel, LayerModel, OperatorModel, PhaseModel, ValueModel
-from hilore_cli.schema import GraphNode, LayerClass, UnitRow
+from hilore_cli.schema import MASK_CODEC, GraphNode, LayerClass, UnitRow
 
 Actions = tuple[tuple[str, str], ...]
 """A pattern's actions, sorted: what candidates are told apart by."""
@@ -23,6 +23,8 @@ class LayerProgram:
     model: LayerModel
     units: tuple[str, ...]
     """unit key of each value"""
+    masks: frozenset[str]
+    """units that are stored as bits"""
 
 
 def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, codecs: Sequence[str], scale: float, risk_budget: float, negligible_ns: int = 0, replayed: bool = False) -> LayerProgram:
@@ -32,6 +34,7 @@ def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, co
     backward does not read when storing its only consumer's output is no worse (fewer bytes, less work); and storing what
     an operator without inputs makes in less than `negligible_ns` (constants: each would only double the patterns).
     Risks are those with matmul-like results behind a unit stored, which is the least a pattern can bring, or `replayed`.
+    Masks take the bytes of their bits: they are packed in every pattern, which is exact.
     """
     rows = layer_class.nodes
     reads = _backward_reads(rows)
@@ -45,6 +48,7 @@ def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, co
     measured = {(u.unit, u.codec): u for u in units}
     held = _held_until(rows, owners, producer_row, inputs_of, reads)
     values = []
+    bits = {row.unit: measured[row.unit, MASK_CODEC].payload_bytes for row in rows if row.mask and (row.unit, MASK_CODEC) in measured}
     for t in owners:
         row = rows[t]
         allowed = {}
@@ -58,10 +62,10 @@ def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, co
         first, last = reads.get(t, (None, None))
         producer = producer_row[t]
         constant = producer is not None and not inputs_of[producer] and not rows[producer].pinned and rows[producer].time_us * scale * 1000 < negligible_ns
-        values.append(ValueModel(nbytes=row.nbytes, producer=-1 if producer is None else operators.index(producer), first_read=first, last_read=last, held_until=held[t], storable=not constant, codecs=allowed))
+        values.append(ValueModel(nbytes=bits.get(row.unit, row.nbytes), producer=-1 if producer is None else operators.index(producer), first_read=first, last_read=last, held_until=held[t], storable=not constant, codecs=allowed))
     models = [OperatorModel(time_ns=round(rows[o].time_us * scale * 1000), inputs=tuple(value_index[u] for u in inputs_of[o]), pinned=rows[o].pinned) for o in operators]
     model = LayerModel(values=tuple(values), operators=tuple(models), phases=_phases(layer_class))
-    return LayerProgram(model=prune_phases(prune_values(model)), units=tuple(rows[t].unit for t in owners))
+    return LayerProgram(model=prune_phases(prune_values(model)), units=tuple(rows[t].unit for t in owners), masks=frozenset(bits))
 
 
 def prune_values(model: LayerModel) -> LayerModel:
@@ -116,7 +120,7 @@ def actions_of_choices(program: LayerProgram, choices: Sequence[int], codecs: Se
         if choice > 0 and (t in wanted or model.values[t].producer < 0):
             named[program.units[t]] = f"compress:{codecs[choice - 1]}"
         elif choice == 0 and t in wanted and model.values[t].producer >= 0:
-            named[program.units[t]] = "store"
+            named[program.units[t]] = f"compress:{MASK_CODEC}" if program.units[t] in program.masks else "store"
     return tuple(sorted(named.items()))
 
 

@@ -226,12 +226,22 @@ def candidate_units(layer_class: LayerClass) -> list[str]:
     return chosen
 
 
+def mask_units(layer_class: LayerClass) -> list[str]:
+    """Units that backward reads and that are stored as bits."""
+    read = _read_by_backward(layer_class)
+    return [row.unit for row in layer_class.nodes if row.mask and row.unit is not None and row.index in read]
+
+
 def measure_unit(replay: LayerReplay, unit: str, codec: str, *, token_weight: Tensor) -> UnitError:
     """Round trip one unit and see what the layer's gradient makes of it. token_weight [B,S]: squared exposure of each position.
 
     Raises ProfileError when a codec brings back something that is not finite.
     """
     exact = replay.value(unit)
+    spec = codecs.get_codec(codec)
+    if spec.exact:
+        nothing = GradientChange(parameters=0.0, activation=0.0)
+        return UnitError(rel_error=0.0, exposure_error=0.0, stored=nothing, replayed=nothing, payload_bytes=spec.payload_bytes(exact.numel()))
     altered = codecs.round_trip(exact, codec)
     changes = {context: replay.change(unit, altered, context=context) for context in replay.contexts(unit)}
     norm2 = _squared_norm(exact)
@@ -242,7 +252,7 @@ def measure_unit(replay: LayerReplay, unit: str, codec: str, *, token_weight: Te
         exposure_error=error if weighted is None else weighted,
         stored=changes["stored"],
         replayed=changes.get("replayed", changes["stored"]),
-        payload_bytes=codecs.payload_bytes(codecs.get_codec(codec), exact.numel()),
+        payload_bytes=spec.payload_bytes(exact.numel()),
     )
     figures = (result.rel_error, result.exposure_error, *(x for c in changes.values() for x in (c.parameters, c.activation)))
     if not all(math.isfinite(x) for x in figures):

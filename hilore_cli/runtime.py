@@ -29,6 +29,7 @@ from transformers.utils import PushToHubMixin
 
 from hilore_cli.capture import JointGraph, graph_digest, model_identity, unit_keys
 from hilore_cli.choice import RECOMPUTE_ALL, VariantChoice
+from hilore_cli.codecs import seeded
 from hilore_cli.errors import CaptureError, HiloreError, PlanMismatchError
 from hilore_cli.models import decoder_layers, unwrapped
 from hilore_cli.partition import compile_layer, compiler_settings
@@ -209,7 +210,7 @@ class Program:
         compiled = self._compiled_for(name, type(layer))
         self.current_layer = handle.index
         try:
-            with compiler_settings():
+            with compiler_settings(), seeded(self.calls.total()):  # another seed for every layer and micro-batch
                 output = compiled(layer, *args, **kwargs)
         except Exception as error:  # torch raises many types while it captures; what is not ours to explain goes on unchanged
             explained = _explain(error, plan=self.name, fqn=handle.fqn)

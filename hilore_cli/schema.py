@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hilore_cli.errors import HiloreError, PlanMismatchError, ProfileError
 
-PROFILE_VERSION = 2
-PLAN_VERSION = 2
-FROZEN_VERSION = 2
+PROFILE_VERSION = 3
+PLAN_VERSION = 3
+FROZEN_VERSION = 3
 BENCH_VERSION = 2
 
 PREDICTED = "predicted_rel_error"
@@ -30,6 +30,9 @@ PREDICTED = "predicted_rel_error"
 
 INPUT_UNIT = "input"
 """Key of the one recovery unit that no operator makes: the layer's input."""
+
+MASK_CODEC = "mask"
+"""The codec that is exact: bools, eight to a byte. Every plan may use it, whatever its risk and codecs."""
 
 
 ExposureRule = Literal["logits", "squared", "scalar", "tokens"]
@@ -68,6 +71,7 @@ class GraphNode(Strict):
     matmul: bool = Field(description="matmul-like (matrix products, attention): what the memory phases count")
     pinned: bool = Field(description="must never be recomputed: random, steers indexing, collective; stored if backward needs it")
     compressible: bool = Field(description="floating, large enough, finite by design")
+    mask: bool = Field(default=False, description="boolean, large enough and pinned: stored eight to a byte where backward needs it (dropout)")
     time_us: float = Field(ge=0, description="median time of the operator; 0 for views, placeholders and backward nodes")
 
 

@@ -33,6 +33,7 @@ from hilore_cli.ilp import (
 )
 from hilore_cli.program import Actions, LayerProgram, actions_of_choices, build_layer_program, replayed_units
 from hilore_cli.schema import (
+    MASK_CODEC,
     Alternative,
     Pattern,
     Prediction,
@@ -87,9 +88,9 @@ class StepPlanner:
         for unit in profile.units:
             if unit.layer >= len(profile.layers):
                 raise ProfileError(f"profile {profile.name}: unit {unit.unit!r} names layer {unit.layer}, the profile has {len(profile.layers)}")
-            if unit.codec not in codecs:
+            if unit.codec not in (*codecs, MASK_CODEC):
                 continue
-            kappa = profile.kappa(unit.codec)  # from here on rho2 is what calibration predicts
+            kappa = 1.0 if unit.codec == MASK_CODEC else profile.kappa(unit.codec)  # from here on rho2 is what calibration predicts
             self.units[unit.layer][unit.unit, unit.codec] = unit.model_copy(update={"rho2": unit.rho2 * kappa, "replayed_rho2": unit.replayed_rho2 * kappa})
         self.candidates: dict[Actions, None] = {}
         self._timelines: dict[tuple[str, Actions, tuple[int, ...]], LayerTimeline | None] = {}

@@ -28,7 +28,7 @@ KEPT = ("self_attn.sdpa.lse", "self_attn.add", "self_attn.add.1")
 PATTERNS = {
     "store": Pattern(default="store"),
     "recompute": Pattern(),
-    "int8": Pattern(actions=dict.fromkeys(CALM, "compress:int8") | dict.fromkeys(KEPT, "store")),
+    "int8": Pattern(actions=dict.fromkeys(CALM, "compress:fbgemm-int8") | dict.fromkeys(KEPT, "store")),
 }
 
 

@@ -1,25 +1,30 @@
 """Lossy storage of activations: named codecs, and the two ops that the runtime puts into its graphs.
 
-    hilore::compress(Tensor x, str codec, SymInt[]? stride=None) -> Tensor
+    hilore::compress(Tensor x, str codec, SymInt[]? stride=None, int stream=0) -> Tensor
     hilore::decompress(Tensor payload, str codec, ScalarType dtype, SymInt[] size, SymInt[] stride) -> Tensor
 
 A payload is one flat uint8 tensor whose length is `payload_bytes(codec, x.numel())`, also on fake tensors with symbolic sizes. Groups run over x in
 STORAGE order, so a permuted tensor costs no copy, and the strides given to decompress must be those that x had; give them to compress as well and it
-refuses another layout, which would else come back permuted, silently. `reference.py` says what is stored and how well it comes back.
+refuses another layout, which would else come back permuted, silently. Stochastic codecs draw from the seed of the surrounding `seeded` and the op's `stream`.
 
-Not done here: gradients (the ops run below autograd), any choice of what to compress, a kernel for GPUs (the reference runs there, slowly).
+`formats.py` names the codecs, `reference.py` and `rowwise.py` say what is stored and how it comes back, `bounds.py` how well.
+Not done here: gradients (the ops run below autograd), any choice of what to compress.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from hilore_cli.codecs import cpu, reference
-from hilore_cli.codecs.reference import DTYPES, Codec, error_bound, payload_bytes
-from hilore_cli.errors import CodecError, UsageError
+from hilore_cli.codecs import cpu, rowwise, rowwise_cpu
+from hilore_cli.codecs.bounds import error_bound
+from hilore_cli.codecs.formats import CODECS, FLOATS, Codec, RowwiseCodec, default_codecs, get_codec, payload_bytes
+from hilore_cli.errors import CodecError
 
 __all__ = [
     "CODECS",
@@ -27,43 +32,41 @@ __all__ = [
     "compress",
     "compressible",
     "decompress",
+    "default_codecs",
     "error_bound",
     "get_codec",
     "payload_bytes",
     "round_trip",
+    "seeded",
 ]
 
-CODECS: dict[str, Codec] = {
-    codec.name: codec
-    for codec in (
-        Codec(name="int8", bits=8, group=32),
-        Codec(name="int8-g64", bits=8, group=64),
-        Codec(name="int8-g128", bits=8, group=128),
-        Codec(name="int4", bits=4, group=32),
-        Codec(name="int4-g64", bits=4, group=64),
-        Codec(name="int4-g128", bits=4, group=128),
-    )
-}
 MIN_NUMEL = 32  # the smallest group: below it the payload may be no smaller than the tensor
 
+_SEED: ContextVar[int] = ContextVar("hilore_seed", default=0)
 
-def get_codec(name: str) -> Codec:
-    """The codec of that name, or UsageError with the names there are."""
-    if name not in CODECS:
-        raise UsageError(f"codec {name!r} does not exist; choose one of {', '.join(CODECS)}")
-    return CODECS[name]
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Context in which stochastic codecs draw from this seed (64 bits)."""
+    token = _SEED.set(seed)
+    try:
+        yield
+    finally:
+        _SEED.reset(token)
 
 
 def compressible(tensor: Tensor) -> bool:
     """Whether a real or fake tensor can be compressed to advantage. Guards nothing: an unknown symbolic size counts as large enough."""
     numel = tensor.numel()
     too_small = isinstance(numel, int) and numel < MIN_NUMEL
-    return tensor.dtype in DTYPES and tensor.layout == torch.strided and not too_small and not _is_expanded(tensor)
+    return tensor.dtype in FLOATS and tensor.layout == torch.strided and not too_small and not _is_expanded(tensor)
 
 
-def compress(x: Tensor, codec: Codec | str) -> Tensor:
-    """x -> uint8 [payload_bytes]. CodecError for other dtypes and for overlapping (expanded) tensors, whose payload could exceed what it replaces."""
-    return torch.ops.hilore.compress.default(x.detach(), _name(codec))
+def compress(x: Tensor, codec: Codec | str, *, seed: int = 0, stream: int = 0) -> Tensor:
+    """x -> uint8 [payload_bytes]. CodecError for a dtype that the codec does not take and for overlapping (expanded) tensors, whose payload could exceed
+    what it replaces. `seed` and `stream` (31 bits) decide how a stochastic codec rounds."""
+    with seeded(seed):
+        return torch.ops.hilore.compress.default(x.detach(), _name(codec), None, stream)
 
 
 def decompress(
@@ -73,26 +76,37 @@ def decompress(
     return torch.ops.hilore.decompress.default(payload, _name(codec), dtype, size, stride)
 
 
-def round_trip(x: Tensor, codec: Codec | str) -> Tensor:
+def round_trip(x: Tensor, codec: Codec | str, *, seed: int = 0, stream: int = 0) -> Tensor:
     """What backward would read instead of x."""
-    return decompress(compress(x, codec), codec, dtype=x.dtype, size=x.size(), stride=x.stride())
+    return decompress(compress(x, codec, seed=seed, stream=stream), codec, dtype=x.dtype, size=x.size(), stride=x.stride())
 
 
 def _name(codec: Codec | str) -> str:
     return get_codec(codec if isinstance(codec, str) else codec.name).name
 
 
-def _backend(device: torch.device):
-    """The one place where a device chooses its kernels."""
-    return cpu if device.type == "cpu" else reference
+def _kernels(codec: Codec, device: torch.device) -> ModuleType:
+    """The one place where codec and device choose what runs."""
+    if isinstance(codec, RowwiseCodec):
+        return rowwise_cpu if device.type == "cpu" else rowwise
+    return cpu if device.type == "cpu" else _triton(device)
 
 
-def _compress(x: Tensor, codec: str, stride: Sequence[int] | None = None) -> Tensor:
+def _triton(device: torch.device) -> ModuleType:
+    try:
+        from hilore_cli.codecs import triton
+    except ImportError as error:
+        raise CodecError(f"codecs on {device.type} need Triton, which cannot be imported ({error}); install the version that belongs to this torch (pip install triton), or plan with --risk 0") from error
+    return triton
+
+
+def _compress(x: Tensor, codec: str, stride: Sequence[int] | None = None, stream: int = 0) -> Tensor:
     spec = get_codec(codec)
-    _check_input(x)
+    _check_input(x, spec)
     if stride is not None and not _same_layout(x, stride):
         raise CodecError(f"compress was promised strides {tuple(stride)}, got {x.stride()} of shape {tuple(x.shape)}")
-    return _backend(x.device).compress(_storage_order(x), spec)
+    drawn = {"seed": _SEED.get(), "stream": stream} if spec.stochastic else {}
+    return _kernels(spec, x.device).compress(_storage_order(x), spec, **drawn)
 
 
 def _decompress(payload: Tensor, codec: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> Tensor:
@@ -101,21 +115,21 @@ def _decompress(payload: Tensor, codec: str, dtype: torch.dtype, size: Sequence[
     for length in size:
         numel *= length
     wanted = payload_bytes(spec, numel)
-    if payload.dtype != torch.uint8 or payload.shape != (wanted,) or dtype not in DTYPES:
+    if payload.dtype != torch.uint8 or payload.shape != (wanted,) or dtype not in spec.dtypes:
         got = f"{payload.dtype} of shape {tuple(payload.shape)}"
-        raise CodecError(f"{codec} stores {dtype} {tuple(size)} in {wanted} bytes (float types only), got {got}")
+        raise CodecError(f"{codec} stores {dtype} {tuple(size)} in {wanted} bytes ({_dtypes(spec)} only), got {got}")
     if numel == 0:
         return torch.empty_strided(size, stride, dtype=dtype, device=payload.device)
-    flat = _backend(payload.device).decompress(payload.contiguous(), spec, dtype=dtype, numel=numel)
+    flat = _kernels(spec, payload.device).decompress(payload.contiguous(), spec, dtype=dtype, numel=numel)
     if _is_dense(size, stride):
         return flat.as_strided(size, stride)
     return torch.empty_strided(size, stride, dtype=dtype, device=payload.device).copy_(flat.view(size))
 
 
-def _fake_compress(x: Tensor, codec: str, stride: Sequence[int] | None = None) -> Tensor:
+def _fake_compress(x: Tensor, codec: str, stride: Sequence[int] | None = None, stream: int = 0) -> Tensor:
     spec = get_codec(codec)
-    if x.dtype not in DTYPES or _is_expanded(x):
-        raise CodecError(_refusal(x))
+    if x.dtype not in spec.dtypes or _is_expanded(x):
+        raise CodecError(_refusal(x, spec))
     return x.new_empty((payload_bytes(spec, x.numel()),), dtype=torch.uint8)
 
 
@@ -126,18 +140,23 @@ def _fake_decompress(
     return torch.empty_strided(size, stride, dtype=dtype, device=payload.device)
 
 
-def _check_input(x: Tensor) -> None:
-    if x.dtype not in DTYPES:
-        raise CodecError(_refusal(x))
+def _check_input(x: Tensor, codec: Codec) -> None:
+    if x.dtype not in codec.dtypes:
+        raise CodecError(_refusal(x, codec))
     if not x.is_contiguous():
         last = sum((length - 1) * step for length, step in zip(x.shape, x.stride(), strict=True))
         if x.numel() > last + 1:
-            raise CodecError(_refusal(x))
+            raise CodecError(_refusal(x, codec))
 
 
-def _refusal(x: Tensor) -> str:
-    wanted = "float32, bfloat16 and float16 tensors whose elements do not overlap in memory"
-    return f"codecs take {wanted}, got {x.dtype} of shape {tuple(x.shape)} with strides {tuple(x.stride())}: store it, or compress its base"
+def _refusal(x: Tensor, codec: Codec) -> str:
+    wanted = f"{_dtypes(codec)} tensors whose elements do not overlap in memory"
+    return f"{codec.name} takes {wanted}, got {x.dtype} of shape {tuple(x.shape)} with strides {tuple(x.stride())}: store it, or compress its base"
+
+
+def _dtypes(codec: Codec) -> str:
+    names = [str(dtype).removeprefix("torch.") for dtype in codec.dtypes]
+    return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else names[0]
 
 
 def _storage_order(x: Tensor) -> Tensor:
@@ -178,7 +197,7 @@ def _register() -> torch.library.Library:
     """Plain registration: `torch.library.custom_op` costs tens of microseconds more a call."""
     library = torch.library.Library("hilore", "DEF")
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-    library.define("compress(Tensor x, str codec, SymInt[]? stride=None) -> Tensor", tags=tags)
+    library.define("compress(Tensor x, str codec, SymInt[]? stride=None, int stream=0) -> Tensor", tags=tags)
     library.define(
         "decompress(Tensor payload, str codec, ScalarType dtype, SymInt[] size, SymInt[] stride) -> Tensor", tags=tags
     )
