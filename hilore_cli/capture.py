@@ -15,13 +15,19 @@ import sympy
 import torch
 from torch import fx
 
-from hilore_cli.errors import CaptureError
+from hilore_cli.adapters import idle_adapters
+from hilore_cli.errors import CaptureError, MutatingLayerError
 from hilore_cli.models import decoder_layers
 from hilore_cli.scaling import evaluate_terms
 from hilore_cli.schema import INPUT_UNIT, GraphNode, LayerClass, ModelId
 
 MIN_NUMEL_PER_TOKEN = 32
 """A value with fewer elements a token (log-sum-exp, rstd) gains nothing from a codec's groups: stored or recomputed."""
+
+WRITES = "the layer writes into a buffer or an input during forward; recomputing it would be wrong"
+
+LOG_SUM_EXP = "lse"
+"""Of attention, one a head and token: backward takes its exponential, so that it is never compressed, however many heads there are."""
 
 _SHORT_NAMES = {
     "_scaled_dot_product_flash_attention_for_cpu": "sdpa",
@@ -30,10 +36,10 @@ _SHORT_NAMES = {
     "_scaled_dot_product_cudnn_attention": "sdpa",
     "_scaled_dot_product_fused_attention_overrideable": "sdpa",
 }
-_OUTPUT_NAMES = {"output": "out", "logsumexp": "lse", "log_sumexp": "lse"}
+_OUTPUT_NAMES = {"output": "out", "logsumexp": LOG_SUM_EXP, "log_sumexp": LOG_SUM_EXP}
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution", "_grouped_mm", "grouped_mm", "_scaled_mm", "sdpa"}
 _STEERING = {"topk", "sort", "argsort", "argmax", "argmin", "nonzero", "bincount", "histc", "searchsorted", "unique_dim", "_unique2", "randperm"}
-_CONFIG_NOT_IN_GRAPH = {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "_attn_implementation", "pad_token_id", "bos_token_id", "eos_token_id"}
+_CONFIG_NOT_IN_GRAPH = {"output_router_logits", "router_aux_loss_coef", "output_hidden_states", "output_attentions", "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "_attn_implementation", "pad_token_id", "bos_token_id", "eos_token_id"}
 _COMPRESSIBLE_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -112,6 +118,13 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
+def eager_operator(node: fx.Node) -> Any:
+    """What runs for a node: `reshape` for `view`, because some kernels lay their result out otherwise than the traced fakes say
+    (qwen3_next's gated delta rule on a CPU, torch 2.13); where the layouts agree it is the same view.
+    """
+    return torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
+
+
 def must_store(node: fx.Node) -> bool:
     """True for values that no plan may recompute: random, steering an index, or the result of a collective."""
     source = node.args[0] if node.op == "call_function" and _is_getitem(node) else node
@@ -156,7 +169,7 @@ def describe_joint(joint: JointGraph, *, name: str) -> LayerClass:
                 unit=keys.get(node.name),
                 matmul=node.op == "call_function" and _is_matmul(node),
                 pinned=must_store(node),
-                compressible=owns and node.name in downstream and node.name in forward and _is_compressible(value, terms, batch, length),
+                compressible=owns and node.name in downstream and node.name in forward and _output_name(node) != LOG_SUM_EXP and _is_compressible(value, terms, batch, length),
                 mask=owns and must_store(node) and node.name in forward and value.dtype == torch.bool and _is_large(value, terms, batch, length),
                 time_us=0.0,
             )
@@ -184,15 +197,18 @@ def graph_digest(joint: JointGraph) -> str:
 
 
 def model_identity(model: torch.nn.Module, *, source: str) -> ModelId:
-    """What a plan is bound to: architecture, configuration, parameters and which of them train. `source` is for people only."""
-    config = model.config
-    parameters = list(model.named_parameters())
+    """What a plan is bound to: architecture, configuration, parameters and which of them train. `source` is for people only.
+
+    Adapters that are there but not active (TRL keeps a frozen copy as its reference) take no part.
+    """
+    config, idle = model.config, idle_adapters(model)
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if idle.isdisjoint(name.split("."))]
     settings = _graph_settings(config.to_dict())
     names = [f"{n} {tuple(p.shape)} {p.dtype} {'train' if p.requires_grad else 'frozen'}" for n, p in parameters]
-    lora = next(iter(getattr(model, "peft_config", {}).values()), None)
+    lora = next((adapter for name, adapter in getattr(model, "peft_config", {}).items() if name not in idle), None)
     return ModelId(
         source=source,
-        architecture=str((config.architectures or [type(model).__name__])[0]),
+        architecture=str((config.architectures or [_own_class(model).__name__])[0]),
         config_digest=_sha("\n".join(f"{k}={settings[k]!r}" for k in sorted(settings))),
         layers=len(decoder_layers(model)),
         parameters=sum(p.numel() for _, p in parameters),
@@ -203,7 +219,22 @@ def model_identity(model: torch.nn.Module, *, source: str) -> ModelId:
     )
 
 
+def sharded_modules(model: torch.nn.Module) -> list[Any]:
+    """The modules that `fully_shard` was called on (FSDP2)."""
+    return [module for module in model.modules() if _is_sharded(type(module))]
+
+
 # --------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _is_sharded(cls: type) -> bool:
+    # by name: not every build of torch has torch.distributed
+    return any(base.__name__ == "FSDPModule" for base in cls.__mro__)
+
+
+def _own_class(model: torch.nn.Module) -> type:
+    """The model's class as it was before `fully_shard` swapped in one of its own."""
+    return next(cls for cls in type(model).__mro__ if not _is_sharded(cls))
 
 
 def _graph_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -321,7 +352,7 @@ def _is_large(value: torch.Tensor, terms: dict[str, int], batch: Any, length: An
 
 
 def refuse_mutation(joint: JointGraph) -> None:
-    """Raise CaptureError for a graph that writes into its inputs: torch would split it by other rules, without a word."""
+    """Raise MutatingLayerError for a graph that writes into its inputs: torch would split it by other rules, without a word."""
     for node in joint.nodes:
         if node.op == "call_function" and _op_name(node) in ("copy_", "set_"):
-            raise CaptureError("the layer writes into a buffer or an input during forward; recomputing it would be wrong")
+            raise MutatingLayerError(WRITES)

@@ -31,7 +31,7 @@ from hilore_cli import report
 from hilore_cli.errors import HiloreError, InfeasibleError, PlanMismatchError, ProfileError, UsageError
 from hilore_cli.malloc import steady_malloc
 from hilore_cli.report import Reporter
-from hilore_cli.sizes import parse_cap
+from hilore_cli.sizes import parse_bytes, parse_cap
 
 if TYPE_CHECKING:
     from hilore_cli.batches import MicroBatch
@@ -60,6 +60,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout;
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes and no progress.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: torch's own.", show_default=False)]
 BatchFiles = Annotated[list[Path] | None, typer.Option("--batch", help="Recorded micro-batches of one update: file of a trainer (hilore capture) or of hilore rollout, or a folder of them. May be repeated.", show_default=False)]
+Device = Annotated[str | None, typer.Option("--device", envvar="HILORE_DEVICE", help="cpu or cuda. Default: the GPU if there is one.", show_default=False)]
 ModelName = Annotated[str | None, typer.Option("--model", help="Preset, folder or hub id. Default: the plan's.", show_default=False)]
 
 
@@ -69,6 +70,7 @@ def main() -> NoReturn:
     # that was there before the trace
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch's deterministic mode, in which gradients are compared, refuses matrix products
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin while another process has their core cost a step tenfold
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|torch")
     warnings.showwarning = lambda message, *_: report.print_warning(str(message))
@@ -119,6 +121,7 @@ def profile_command(
     head: Annotated[str, typer.Option(help="Loss head: chunked, full or one-pass.")] = "chunked",
     repeats: Annotated[int, typer.Option(min=1, help="Timed updates of each method.")] = 3,
     threads: Threads = None,
+    device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -128,13 +131,13 @@ def profile_command(
     name = file_name(name) if name is not None else file_safe(f"{model.rstrip('/').rsplit('/', 1)[-1]}-{task}")
     from hilore_cli.codecs import default_codecs, get_codec
     from hilore_cli.grpo import GrpoConfig
-    from hilore_cli.models import load_model, resolve_model
+    from hilore_cli.models import choose_device, load_model, resolve_model
     from hilore_cli.profiler import ProfileRequest, profile_update
 
     chosen = None if codecs is None else split_names(codecs)
     for codec in chosen or ():
         get_codec(codec)
-    config = GrpoConfig(head=head)  # an unknown head is told before a model is loaded
+    config, place = GrpoConfig(head=head), choose_device(device)  # an unknown head is told before a model is loaded
     set_threads(threads)
     shipped = model == SHIPPED_MODEL and task == SHIPPED_TASK and not batch and tokens is None
     if not batch and not shipped:
@@ -145,9 +148,9 @@ def profile_command(
         batches = load_batches(sources)
         if shipped:
             reporter.note(f"micro-batches: {len(batches)} that come with hilore for this model and task, of up to {max(mb.tokens for _, mb in batches)} tokens")
-    loaded = load_model(model, dtype=dtype, lora_rank=lora, seed=seed)
+    loaded = load_model(model, dtype=dtype, lora_rank=lora, seed=seed, device=place)
     if chosen is None:
-        chosen = default_codecs(next(loaded.parameters()).device)
+        chosen = default_codecs(place)
     folder = PROFILES / name
     if not batch and not shipped:
         batches = sample_batches(loaded, model, task, tokens=tokens or 1024, seed=seed, name=name, reporter=reporter)
@@ -211,6 +214,7 @@ def apply_command(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: plans/<name>.json.", show_default=False)] = None,
     emit_anyway: Annotated[bool, typer.Option("--emit-anyway", help="Write the plan even if the dry run misses its cap or risk.")] = False,
     threads: Threads = None,
+    device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -234,7 +238,7 @@ def apply_command(
     from hilore_cli.bench import apply_plan
 
     set_threads(threads)
-    loaded = load_planned_model(model or solved.model.source, solved)
+    loaded = load_planned_model(model or solved.model.source, solved, device=device)
     with reporter.progress() as progress:
         frozen = apply_plan(loaded, solved, batches, heldout=unseen, emit_anyway=emit_anyway, progress=progress, name=name)
     path = output or PLANS / f"{frozen.name}.json"
@@ -248,18 +252,29 @@ def bench_command(
     frozen_plan: Annotated[Path | None, typer.Argument(help="File that hilore apply wrote. Default: the newest in plans/.", show_default=False)] = None,
     batch: BatchFiles = None,
     model: ModelName = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Interleaved timed updates of each method.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved timed updates of each method, or samples of each codec.")] = 5,
     also: Annotated[str, typer.Option(help="Further methods, comma-separated: store, recompute (the runtime's two uniform plans).")] = "",
     against: Annotated[list[Path] | None, typer.Option(help="Another frozen plan of the same model, as a row of its own. May be repeated.", show_default=False)] = None,
     skip_zero_rows: Annotated[bool, typer.Option("--skip-zero-rows", help="Also run checkpointing and the plan without the rows that have no gradient.")] = False,
+    codecs: Annotated[str | None, typer.Option(help="Instead of a plan: GB/s of codecs beside a plain copy, and the width of product below which recomputing is cheaper. all (one of each kind), or names, comma-separated.", show_default=False)] = None,
+    sizes: Annotated[str | None, typer.Option(help="With --codecs: sizes of the tensors, comma-separated. Default: 2MiB,16MiB,64MiB on a CPU, 16MiB,256MiB,1GiB on a GPU.", show_default=False)] = None,
     threads: Threads = None,
+    device: Device = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Keep the report as a JSON file, too.", show_default=False)] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """No checkpointing, checkpointing and the plan side by side: times, peaks, gradient error."""
+    """No checkpointing, checkpointing and the plan side by side: times, peaks, gradient error. With --codecs: codecs by themselves."""
     reporter = Reporter(as_json=as_json, quiet=quiet)
     steady_malloc()
+    if codecs is not None:
+        of_plans = {"the plan": frozen_plan, "--batch": batch, "--model": model, "--also": also, "--against": against, "--skip-zero-rows": skip_zero_rows}
+        if given := [option for option, value in of_plans.items() if value]:
+            raise UsageError(f"--codecs measures codecs by themselves, without a model; leave out {', '.join(given)}")
+        bench_codecs_alone(codecs, sizes, repeats=repeats, threads=threads, device=device, output=output, reporter=reporter)
+        return
+    if sizes is not None:
+        raise UsageError("--sizes are those of tensors for codecs; give --codecs, too")
     if frozen_plan is None:
         frozen_plan = newest(PLANS, "*.json", PlanMismatchError, "make one with `hilore apply`", without=".plan.json")
         reporter.note(f"plan: the newest, {frozen_plan}")
@@ -275,12 +290,30 @@ def bench_command(
     if unknown := set(further) - set(UNIFORM):
         raise UsageError(f"method {sorted(unknown)[0]!r} is not known; --also takes {', '.join(UNIFORM)}")
     set_threads(threads)
-    loaded = load_planned_model(model or frozen.model.source, frozen)
+    loaded = load_planned_model(model or frozen.model.source, frozen, device=device)
     with reporter.progress() as progress:
         measured = run_bench(loaded, frozen, batches, repeats=repeats, progress=progress, also=further, others=others, skip=skip_zero_rows)
     if output is not None:
         save_json(measured, output)
     reporter.result(report.bench_view(measured), lambda: measured.model_dump(mode="json"))
+
+
+def bench_codecs_alone(codecs: str, sizes: str | None, *, repeats: int, threads: int | None, device: str | None, output: Path | None, reporter: Reporter) -> None:
+    """What `hilore bench --codecs` does: measure, keep, print."""
+    asked = None if sizes is None else [parse_bytes(part) for part in split_names(sizes)]
+    if asked == []:
+        raise UsageError("--sizes names none; give sizes such as 16MiB,64MiB")
+    from hilore_cli.codec_bench import bench_codecs, default_sizes
+    from hilore_cli.models import choose_device
+    from hilore_cli.schema import save_json
+
+    set_threads(threads)
+    place = choose_device(device)
+    with reporter.progress() as progress:
+        measured = bench_codecs(split_names(codecs), device=place, sizes=asked or default_sizes(place), repeats=repeats, progress=progress)
+    if output is not None:
+        save_json(measured, output)
+    reporter.result(report.codec_bench_view(measured), lambda: measured.model_dump(mode="json"))
 
 
 @app.command("rollout")
@@ -295,6 +328,7 @@ def rollout_command(
     seed: Annotated[int, typer.Option(min=0, help="Of the task and of the sampling.")] = 0,
     tokens: Annotated[int | None, typer.Option(min=64, help="At most about so many tokens (padding included) in the micro-batch.", show_default=False)] = None,
     threads: Threads = None,
+    device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -304,13 +338,14 @@ def rollout_command(
         raise UsageError(f"temperature {temperature}: must be above 0")
     check_task(task)
     from hilore_cli.batches import save_micro_batch
-    from hilore_cli.models import load_model, load_tokenizer
+    from hilore_cli.models import choose_device, load_model, load_tokenizer
     from hilore_cli.rollout import generate_rollouts
     from hilore_cli.tasks import load_task
 
     set_threads(threads)
+    place = choose_device(device)
     items = load_task(task, seed=seed, size=prompts)
-    loaded, tokenizer = load_model(model), load_tokenizer(model)
+    loaded, tokenizer = load_model(model, device=place), load_tokenizer(model)
     room = {} if tokens is None else row_room(tokens, group_size=group_size, max_new_tokens=max_new_tokens)
     reporter.note(f"sampling {prompts} x {group_size} completions")
     micro_batch = generate_rollouts(loaded, tokenizer, items, prompts=prompts, group_size=group_size, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, meta={"model": model}, **room)[0]
@@ -365,7 +400,7 @@ def demo_command(
         ("Measure one GRPO update: time, bytes and risk of each activation in 30 layers.", f"profile --model {SHIPPED_MODEL} --task {SHIPPED_TASK} --codecs fbgemm-int8 --repeats {1 if quick else 2}"),
         ("Solve: what to store, compress and recompute for the fastest step under 1.1 x the peak of gradient checkpointing (GC).", f"plan profiles/{name} --mem-cap 1.1x-gc --risk 0.015"),
         ("Bind the plan to the model: run one update, compare peak and gradient error with the prediction, on rollouts that were not profiled.", f"apply plans/{name}.plan.json"),
-        ("Run no checkpointing, GC and the plan side by side.", f"bench plans/{name}.json --repeats {2 if quick else 3}"),
+        ("Run no checkpointing, GC and the plan side by side, on the rollouts that were not profiled.", f"bench plans/{name}.json --batch {SHIPPED_HELDOUT} --repeats {2 if quick else 3}"),
     ]
     started = time.monotonic()
     for number, (what, command) in enumerate(steps, 1):
@@ -452,12 +487,12 @@ def row_room(tokens: int, *, group_size: int, max_new_tokens: int | None = None)
 # ------------------------------------------------------------------------------------------------------------------ models
 
 
-def load_planned_model(source: str, planned: Any) -> Any:
+def load_planned_model(source: str, planned: Any, *, device: str | None) -> Any:
     """The model that a plan (solved or frozen) is for: its dtype, attention implementation and LoRA rank."""
-    from hilore_cli.models import load_model
+    from hilore_cli.models import choose_device, load_model
 
     identity = planned.model
-    return load_model(source, dtype=identity.dtype, attn_implementation=identity.attn_implementation, lora_rank=identity.lora_rank)
+    return load_model(source, dtype=identity.dtype, attn_implementation=identity.attn_implementation, lora_rank=identity.lora_rank, device=choose_device(device))
 
 
 def set_threads(count: int | None) -> None:
@@ -496,7 +531,7 @@ def newest(folder: Path, pattern: str, error: type[HiloreError], remedy: str, *,
 
 def show_json(path: Path, reporter: Reporter) -> None:
     """A plan, frozen plan or benchmark by the `format` it names. Raises PlanMismatchError, UsageError."""
-    from hilore_cli.schema import load_bench_report, load_frozen_plan, load_plan_file
+    from hilore_cli.schema import load_bench_report, load_codec_bench_report, load_frozen_plan, load_plan_file
 
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -512,6 +547,9 @@ def show_json(path: Path, reporter: Reporter) -> None:
     elif kind == "hilore-bench":
         measured = load_bench_report(path)
         reporter.result(report.bench_view(measured), lambda: measured.model_dump(mode="json"))
+    elif kind == "hilore-codec-bench":
+        codec_report = load_codec_bench_report(path)
+        reporter.result(report.codec_bench_view(codec_report), lambda: codec_report.model_dump(mode="json"))
     else:
         raise UsageError(f"{path}: format {kind!r} is none of hilore's; give a profile folder, a plan, a micro-batch or a benchmark")
 

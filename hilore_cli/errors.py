@@ -24,6 +24,10 @@ class CaptureError(HiloreError):
     exit_code = 3
 
 
+class MutatingLayerError(CaptureError):
+    """A layer writes into a buffer or an input: to recompute it, by a plan or by checkpointing, would write twice."""
+
+
 class ProfileError(HiloreError):
     """A profile, a micro-batch or a measurement is missing, damaged or meaningless."""
 

@@ -20,7 +20,9 @@ does not come through log-probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 
 import torch
@@ -35,6 +37,8 @@ from hilore_cli.exposure import LossInputs, Readiness
 from hilore_cli.models import text_decoder
 
 HEADS = ("full", "chunked", "one-pass")
+REPEATABLE_CUBLAS = (":4096:8", ":16:8")
+"""Values of CUBLAS_WORKSPACE_CONFIG under which torch's deterministic mode takes matrix products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,28 +113,51 @@ def actor_update(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch
     return float(grad_norm)
 
 
-def gradients(model: nn.Module, micro_batches: Sequence[MicroBatch], config: GrpoConfig, *, before: BeforeForward | None = None) -> dict[str, torch.Tensor]:
+def gradients(model: nn.Module, micro_batches: Sequence[MicroBatch], config: GrpoConfig, *, before: BeforeForward | None = None, deterministic: bool = False) -> dict[str, torch.Tensor]:
     """The gradient of all micro-batches together, by parameter name; the `.grad` of every parameter is left as it was.
 
-    A trainable parameter that the loss does not reach (an expert without tokens) has a gradient of zeros.
+    A trainable parameter that the loss does not reach (an expert without tokens) has a gradient of zeros. `deterministic`: backward
+    runs in torch's deterministic mode. Forward does not: the mode is guarded, so that compiled layers would be compiled once more.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     kept = {name: parameter.grad for name, parameter in trainable.items()}
     try:
         for parameter in trainable.values():
             parameter.grad = None
-        _accumulate(model, micro_batches, config, before)
+        _accumulate(model, micro_batches, config, before, deterministic=deterministic)
         return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trainable.items()}
     finally:
         for name, parameter in trainable.items():
             parameter.grad = kept[name]
 
 
-def _accumulate(model: nn.Module, micro_batches: Sequence[MicroBatch], config: GrpoConfig, before: BeforeForward | None) -> None:
+def _accumulate(model: nn.Module, micro_batches: Sequence[MicroBatch], config: GrpoConfig, before: BeforeForward | None, *, deterministic: bool = False) -> None:
     for micro_batch in micro_batches:
         if before is not None:
             before(micro_batch)
-        micro_batch_loss(model, micro_batch, config).backward()
+        loss = micro_batch_loss(model, micro_batch, config)
+        with kernel_mode(deterministic=True) if deterministic else nullcontext():
+            loss.backward()
+
+
+def can_repeat(device: torch.device) -> bool:
+    """Whether `deterministic` makes gradients on a GPU the same each time: torch asks for CUBLAS_WORKSPACE_CONFIG, which the command line sets."""
+    return device.type == "cuda" and (torch.version.hip is not None or os.environ.get("CUBLAS_WORKSPACE_CONFIG") in REPEATABLE_CUBLAS)
+
+
+@contextmanager
+def kernel_mode(*, deterministic: bool) -> Iterator[None]:
+    """Context with torch's deterministic mode on or off. On, a GPU adds up in the same order each time, which the backward of attention and of
+    indexing does not by itself; and torch chooses among attention's kernels anew, so that what is recomputed needs the mode of the forward.
+    """
+    mode, warn_only, fill = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 def relative_error(grads: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:

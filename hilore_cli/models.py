@@ -38,6 +38,7 @@ DTYPES = {
     "float16": torch.float16,
     "fp16": torch.float16,
 }
+DEVICES = ("cpu", "cuda")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -119,11 +120,12 @@ def load_model(
     attn_implementation: str = "sdpa",
     lora_rank: int | None = None,
     seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
     """Load a model as a GRPO trainer holds it: train mode, no KV cache, everything (or LoRA only) trainable.
 
     `lora_rank`: freeze the weights and put adapters of that rank on every linear of the decoder layers (extra `lora`);
-    `seed` fixes their initial values.
+    `seed` fixes their initial values, on every `device` the same.
     Raises UsageError for whatever cannot be loaded whole: weights that are missing, cut short or of another shape.
     """
     if dtype not in DTYPES:
@@ -144,12 +146,24 @@ def load_model(
         except Exception as error:  # transformers raises a dozen types here; all of them mean the same to the user
             raise UsageError(_loading_failure(spec, source, error)) from error
     _check_loaded_whole(spec, loading)
-    _own_the_weights(model)
+    if torch.device(device).type == "cpu":
+        _own_the_weights(model)
     model.requires_grad_(True)
-    model.config.get_text_config().use_cache = False
-    model.config.use_cache = False
+    for config in (model.config, model.config.get_text_config()):
+        config.use_cache = False
+        if "output_router_logits" in vars(config):
+            config.output_router_logits = False  # the profiled step has no router loss; a trainer asks for them in its own calls
     model.train()
-    return model if lora_rank is None else _with_lora(model, rank=lora_rank, seed=seed)
+    return (model if lora_rank is None else _with_lora(model, rank=lora_rank, seed=seed)).to(device)
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device of that name; without one a GPU if there is one, else the CPU. Raises UsageError."""
+    if name not in (None, *DEVICES):
+        raise UsageError(f"device {name!r}: unknown; use one of {', '.join(DEVICES)} (CUDA_VISIBLE_DEVICES says which GPU)")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device cuda: this torch ({torch.__version__}) sees no GPU; check the driver and that torch is a build for it, or leave --device out")
+    return torch.device("cuda" if name is None and torch.cuda.is_available() else name or "cpu")
 
 
 def load_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase:

@@ -25,11 +25,22 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils.checkpoint import CheckpointPolicy
 
 import hilore_cli.codecs  # noqa: F401 - registers torch.ops.hilore
-from hilore_cli.capture import JointGraph, forward_nodes, must_store, refuse_mutation, storage_owners, unit_keys
-from hilore_cli.errors import CaptureError, PlanMismatchError
+from hilore_cli.capture import (
+    WRITES,
+    JointGraph,
+    eager_operator,
+    forward_nodes,
+    must_store,
+    refuse_mutation,
+    storage_owners,
+    unit_keys,
+)
+from hilore_cli.errors import CaptureError, MutatingLayerError, PlanMismatchError
 from hilore_cli.schema import Pattern
 
 HAS_ISOLATE_RECOMPILES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+SHARED_RECOMPILE_LIMIT = 64
+"""Without it all patterns of all plans in a process share one limit of torch, which is 8 graphs for the layers of a class."""
 
 
 def compile_layer(forward: Callable[..., Any], *, pattern: Pattern, on_split: Callable[[JointGraph], Pattern | None], on_graphs: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None, run: Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]] | None = None) -> Callable[..., Any]:
@@ -48,6 +59,7 @@ def compile_layer(forward: Callable[..., Any], *, pattern: Pattern, on_split: Ca
 
     def compiler(side: str) -> Callable[..., Any]:
         def compile_graph(graph: fx.GraphModule, _example_inputs: Any) -> Callable[[list[Any]], Any]:
+            _refuse_written_inputs()
             _declare_no_donated_buffers()
             boxed = box_graph(graph)
             return boxed if run is None else _as_boxed(run(graph, side))
@@ -65,13 +77,24 @@ def compiler_settings() -> Iterator[None]:
 
     donated_buffer: retain_graph works. skip_nnmodule_hook_guards: hooks added later are honoured. use_duck_shape: a length
     that equals a head size does not become one symbol with it. specialize_float: eps is a constant, not a tensor input.
+    optimize_ddp: inside DistributedDataParallel torch would cut a layer's graph at the edges of gradient buckets. skip_fsdp_guards:
+    of sharded layers torch would make head sizes symbols, and never see that one is in another mode or has another attribute.
     """
     with (
         torch._functorch.config.patch(donated_buffer=False),
-        torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, specialize_float=True),
+        torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, specialize_float=True, optimize_ddp=False, skip_fsdp_guards=False, **({} if HAS_ISOLATE_RECOMPILES else {"recompile_limit": SHARED_RECOMPILE_LIMIT})),
         torch.fx.experimental._config.patch(use_duck_shape=False),
     ):
         yield
+
+
+def _refuse_written_inputs() -> None:
+    """Raise MutatingLayerError for a layer whose forward writes into a buffer or an input (BatchNorm, load counters): torch carries
+    the write out behind the graph, which does not show it, and a recomputation would then read what was written.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None and any(info.mutates_data for info in context.fw_metadata.input_info):
+        raise MutatingLayerError(WRITES)
 
 
 def _declare_no_donated_buffers() -> None:
@@ -84,6 +107,8 @@ def _declare_no_donated_buffers() -> None:
 
 def box_graph(graph: fx.GraphModule) -> Callable[[list[Any]], Any]:
     """Generated code that empties its argument list, so that each value dies after its last use."""
+    for node in graph.graph.nodes:
+        node.target = eager_operator(node)
     graph.graph.set_codegen(_BoxedCodeGen())
     graph.recompile()
     return _as_boxed(graph.forward)
@@ -119,6 +144,9 @@ def tag_joint(joint: JointGraph, keys: dict[str, str], pattern: Pattern) -> dict
             # views of a compressed or stored unit are taken again from what is saved: one copy per storage
             saved = must_store(node) if owner != node.name and action != pattern.default else action != "recompute" or must_store(node)
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.MUST_RECOMPUTE
+            if not saved and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                # attention without dropout: its outputs carry the tags that count; one here would make torch replay random states for it
+                del node.meta["recompute"]
     return codec_of
 
 

@@ -34,7 +34,7 @@ from hilore_cli.codecs import get_codec
 from hilore_cli.errors import CaptureError, ProfileError, UsageError
 from hilore_cli.grpo import GrpoConfig
 from hilore_cli.models import text_decoder
-from hilore_cli.peak import MemoryTrace, mark, trace_memory
+from hilore_cli.peak import MemoryTrace, tracer_for
 from hilore_cli.risk import (
     GradientChange,
     LayerCall,
@@ -64,6 +64,16 @@ from hilore_cli.schema import (
     UnitRow,
     save_profile,
     write_atomic,
+)
+from hilore_cli.uncaptured import (
+    LeftCall,
+    check_some_captured,
+    eager_noise_gain,
+    leaving_uncaptured,
+    left_call,
+    measured_class,
+    run_backward,
+    warn_of_uncaptured,
 )
 from hilore_cli.workbench import Progress, Workbench, check_vocabulary
 
@@ -101,13 +111,14 @@ def profile_update(model: nn.Module, batches: Sequence[tuple[str, MicroBatch]], 
     source, micro_batch = batches[0]
     identity = model_identity(model, source=request.source)
     batch = batch_identity(micro_batch, source=source, task=request.task)
-    key = _key(identity.model_dump(), [batch_identity(mb, source=name, task=request.task).model_dump() for name, mb in batches], request)
-    stages = Stages(folder / "unfinished", key=key)
     bench = Workbench(model, [micro_batch], request.config)
+    key = _key(identity.model_dump() | {"device": describe_machine(bench.device).device}, [batch_identity(mb, source=name, task=request.task).model_dump() for name, mb in batches], request)
+    stages = Stages(folder / "unfinished", key=key)
     _warn_of_other_terms([mb for _, mb in batches])
 
     progress("recording one step", 0, 1)
     record = record_step(bench)  # first: it compiles what is timed next
+    warn_of_uncaptured(bench.uncaptured)
     if (steps := stages.load("steps")) is None:
         steps = measure_steps(bench, repeats=request.repeats, progress=progress)
         stages.save("steps", steps)
@@ -199,12 +210,9 @@ def measure_steps(bench: Workbench, *, repeats: int, progress: Progress) -> dict
 
 
 def measure_account(bench: Workbench, static: dict[str, int]) -> tuple[dict[str, int], int]:
-    """The account of what is live outside the layers, read off one traced update with checkpointing; and its peak.
-
-    On a CPU from the allocator's events between marks; a GPU build reads the same marks from allocator statistics.
-    """
+    """The account of what is live outside the layers, read off one traced update with checkpointing; and its peak."""
     with bench.method("gc"):
-        trace = trace_marked_update(bench) if bench.device.type == "cpu" else _cuda_trace(bench)
+        trace = trace_marked_update(bench)
     hidden = _hidden_bytes(bench)
     total = sum(static.values())
     shared = max(trace.live_at("layers") - hidden, 0)
@@ -237,38 +245,35 @@ def measure_smaller_account(bench: Workbench) -> dict[str, Any] | None:
 def trace_marked_update(bench: Workbench) -> MemoryTrace:
     """One traced update with marks: layers (before the first), head, backward (of the last layer), tail, update."""
     first, last = bench.layers[0][1], bench.layers[-1][1]
+    tracer = tracer_for(bench.device)
     hooks = []
 
     def before_layers(_module: nn.Module, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
         if torch.is_grad_enabled() and not torch._C._current_graph_task_id() >= 0:
-            mark("layers")
+            tracer.mark("layers")
             if hidden.requires_grad:
-                hidden.register_hook(lambda grad: mark("tail"))
+                hidden.register_hook(lambda grad: tracer.mark("tail"))
 
     def after_layers(_module: nn.Module, _args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        mark("head")
-        hidden.register_hook(lambda grad: mark("backward"))
+        tracer.mark("head")
+        hidden.register_hook(lambda grad: tracer.mark("backward"))
 
     def before_update(*_: Any) -> None:
-        mark("update")
+        tracer.mark("update")
 
     hooks.append(first.register_forward_pre_hook(before_layers, with_kwargs=True))
     hooks.append(last.register_forward_hook(after_layers))
     hooks.append(bench.optimizer.register_step_pre_hook(before_update))
     try:
-        trace = trace_memory(bench.update)
+        trace = tracer.trace(bench.update)
     finally:
         for hook in hooks:
             hook.remove()
     marks = dict(trace.marks)
     marks.setdefault("tail", marks["update"])  # an input without gradient (LoRA, frozen embedding) has no tail
     return replace(trace, marks=marks)
-
-
-def _cuda_trace(bench: Workbench) -> MemoryTrace:
-    raise ProfileError("the memory account on a GPU is not built yet; profile on a CPU")
 
 
 def _hidden_bytes(bench: Workbench) -> int:
@@ -282,36 +287,41 @@ def _hidden_bytes(bench: Workbench) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One exact step, recorded: the joint graphs, what every layer was handed, and the exact gradient."""
+    """One exact step, recorded: the joint graphs, what every layer was handed (captured ones, and those left to checkpoint), and the exact gradient."""
 
     joints: list[JointGraph]
     calls: dict[int, LayerCall]
+    left: dict[int, LeftCall]
     exact: dict[str, Tensor]
     gradient_norm: float
 
 
 def record_step(bench: Workbench) -> StepRecord:
-    """Run one step with every layer recomputed and keep what each layer was handed (inputs are kept by checkpointing anyway)."""
+    """Run one step with every layer recomputed and keep what each layer was handed (inputs are kept by checkpointing anyway).
+
+    A layer that cannot be captured runs by torch's checkpoint. Raises CaptureError when no layer can be.
+    """
     recorder, tangents = bench.recorder, {}
     hooks = [layer.register_forward_hook(_keep_tangent(tangents, index)) for index, (_, layer) in enumerate(bench.layers)]
     recorder.active = True
     try:
-        exact = bench.gradients_by("recompute")
+        with bench.method("recompute") as handle, leaving_uncaptured(bench, handle) as handed:
+            exact = bench.gradients()
     finally:
         recorder.active = False
         for hook in hooks:
             hook.remove()
-    if not recorder.joints:
-        raise CaptureError("no decoder layer was captured: torch ran the model uncompiled; is torch.compile disabled (TORCHDYNAMO_DISABLE)?")
+    check_some_captured(bench)
     calls = {
         index: LayerCall(index=index, graph=graph, primals=arguments, tangent=tangents[index])
         for index, (graph, arguments) in recorder.primals.items()
         if index in tangents
     }
+    left = {index: left_call(index, *arguments, tangent=tangents[index]) for index, arguments in handed.items() if index in tangents}
     norm = gradient_norm(exact)
     if not norm > 0:
         raise ProfileError("the micro-batch has no gradient at all; use one whose groups have mixed rewards")
-    return StepRecord(joints=recorder.joints, calls=calls, exact=exact, gradient_norm=norm)
+    return StepRecord(joints=recorder.joints, calls=calls, left=left, exact=exact, gradient_norm=norm)
 
 
 def _keep_tangent(tangents: dict[int, Tensor], index: int) -> Callable[..., None]:
@@ -330,7 +340,7 @@ def measure_layers(bench: Workbench, record: StepRecord, request: ProfileRequest
     """Every unit of every layer under every codec; operator and codec times on the middle layer of each class."""
     digests = [graph_digest(joint) for joint in record.joints]
     names = {digest: chr(ord("A") + i) if i < 26 else f"class{i}" for i, digest in enumerate(dict.fromkeys(digests))}
-    weight = token_weights(bench.batches[0])
+    weight = token_weights(bench.batches[0]).to(bench.device)
     classes: dict[str, LayerClass] = {}
     codec_times: dict[str, CodecTimes] = {}
     for digest, name in names.items():
@@ -339,18 +349,21 @@ def measure_layers(bench: Workbench, record: StepRecord, request: ProfileRequest
             continue
         call = members[len(members) // 2]
         classes[name], codec_times[name] = timed_class(record.joints[call.graph], call, name=name, codecs=request.codecs)
+    left_classes = measure_left_classes(bench, record)
     measured = []
-    for index, (fqn, _) in enumerate(bench.layers):
+    for index, (fqn, layer) in enumerate(bench.layers):
         progress("measuring layers", index, len(bench.layers))
-        if index not in record.calls:
+        if index not in record.calls and index not in record.left:
             raise CaptureError(f"{fqn}: ran without being captured; report the model")
-        call = record.calls[index]
-        layer_class = classes[names[digests[call.graph]]]
         if (stage := stages.load(f"layer-{index}")) is None:
-            stage = measure_layer(bench, record, call, layer_class, fqn=fqn, request=request, weight=weight)
+            if index in record.left:
+                stage = measure_left_layer(bench, record.left[index], fqn=fqn, class_name=left_classes[type(layer)].name, request=request)
+            else:
+                call = record.calls[index]
+                stage = measure_layer(bench, record, call, classes[names[digests[call.graph]]], fqn=fqn, request=request, weight=weight)
             stages.save(f"layer-{index}", stage)
         measured.append(stage)
-    return (*combine_layers(measured, codec_times, gradient_norm=record.gradient_norm), list(classes.values()))
+    return (*combine_layers(measured, codec_times, gradient_norm=record.gradient_norm), [*classes.values(), *left_classes.values()])
 
 
 def combine_layers(measured: Sequence[dict[str, Any]], codec_times: Mapping[str, CodecTimes], *, gradient_norm: float) -> tuple[list[LayerRow], list[UnitRow]]:
@@ -424,9 +437,42 @@ def measure_layer(bench: Workbench, record: StepRecord, call: LayerCall, layer_c
             "input_grad_norm": 0.0 if gradient is None else float(gradient.double().norm()),
         }
         gain = measure_noise_gain(joint, layer_class, call, seed=request.seed + call.index)
-        embedding = text_decoder(bench.model).get_input_embeddings().weight
-        bottom = embedding_gain(gradient, bench.batches[0].model_inputs()["input_ids"], vocabulary=embedding.shape[0], seed=request.seed) if call.index == 0 and embedding.requires_grad else 0.0
+        bottom = gain_below(bench, call.index, gradient, seed=request.seed)
     return {"row": row, "units": units, "gain": asdict(gain), "embedding_gain": bottom}
+
+
+def measure_left_layer(bench: Workbench, call: LeftCall, *, fqn: str, class_name: str, request: ProfileRequest) -> dict[str, Any]:
+    """The same of a layer that is left to checkpoint: it has no units, but noise from the layers above goes through its backward."""
+    layer = bench.layers[call.index][1]
+    exact = run_backward(layer, call, tangent=call.tangent)
+    row = {
+        "index": call.index,
+        "fqn": fqn,
+        "layer_class": class_name,
+        "fallback": bench.uncaptured[fqn],
+        "grad_norm": exact.parameters_norm2**0.5,
+        "input_grad_norm": exact.activation_norm2**0.5,
+    }
+    gain = eager_noise_gain(layer, call, seed=request.seed + call.index)
+    return {"row": row, "units": [], "gain": asdict(gain), "embedding_gain": gain_below(bench, call.index, exact.activation, seed=request.seed)}
+
+
+def measure_left_classes(bench: Workbench, record: StepRecord) -> dict[type, LayerClass]:
+    """One class for the layers of each type that are left to checkpoint, measured on the middle one."""
+    classes = {}
+    for kind in dict.fromkeys(type(bench.layers[index][1]) for index in record.left):
+        members = [call for index, call in record.left.items() if type(bench.layers[index][1]) is kind]
+        call = members[len(members) // 2]
+        classes[kind] = measured_class(bench.layers[call.index][1], call, name=f"checkpointed {kind.__name__}", repeats=OPERATOR_REPEATS)
+    return classes
+
+
+def gain_below(bench: Workbench, index: int, input_gradient: Tensor | None, *, seed: int) -> float:
+    """A_0: the embedding's gain, where a layer is the lowest; 0 for all others, and where the embedding does not train."""
+    embedding = text_decoder(bench.model).get_input_embeddings().weight
+    if index > 0 or not embedding.requires_grad:
+        return 0.0
+    return embedding_gain(input_gradient, bench.batches[0].model_inputs()["input_ids"], vocabulary=embedding.shape[0], seed=seed)
 
 
 def token_weights(micro_batch: MicroBatch) -> Tensor:

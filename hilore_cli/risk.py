@@ -30,9 +30,12 @@ import torch
 from torch import Tensor, fx
 
 from hilore_cli import codecs
-from hilore_cli.capture import INPUT_UNIT, JointGraph, activation_inputs, forward_nodes, storage_owners
+from hilore_cli.capture import INPUT_UNIT, JointGraph, activation_inputs, eager_operator, forward_nodes, storage_owners
 from hilore_cli.errors import CaptureError, ProfileError
 from hilore_cli.schema import LayerClass
+
+HEAD_START_CYCLES = 2_000_000
+"""About a millisecond of a GPU."""
 
 Context = str  # "stored" or "replayed"
 
@@ -159,7 +162,7 @@ class LayerReplay:
                     raise CaptureError("the layer has more outputs with a gradient than one; hilore plans layers that return one hidden state")
             elif node.op == "call_function":
                 args, kwargs = self._arguments(node, values)
-                values[node.name] = node.target(*args, **kwargs)
+                values[node.name] = eager_operator(node)(*args, **kwargs)
             elif node.op != "output":
                 raise CaptureError(f"joint graph holds a {node.op} node, which replay does not know")
         return values
@@ -174,7 +177,7 @@ class LayerReplay:
             if node.name in self._forward and self._stays_exact(node, context):
                 continue
             args, kwargs = self._arguments(node, values)
-            values[node.name] = node.target(*args, **kwargs)
+            values[node.name] = eager_operator(node)(*args, **kwargs)
             dirty.add(node.name)
         return values
 
@@ -279,7 +282,7 @@ def embedding_gain(input_gradient: Tensor | None, input_ids: Tensor, *, vocabula
     generator = torch.Generator(device=input_gradient.device).manual_seed(seed)
     noise = input_gradient.float() * torch.randn(input_gradient.shape, generator=generator, device=input_gradient.device)
     table = torch.zeros(vocabulary, noise.shape[-1], device=noise.device)
-    table.index_add_(0, input_ids.flatten(), noise.flatten(0, -2))
+    table.index_add_(0, input_ids.flatten().to(noise.device), noise.flatten(0, -2))
     norm2 = _squared_norm(noise)
     return _squared_norm(table) / norm2 if norm2 > 0 else 0.0
 
@@ -301,12 +304,16 @@ def codec_times_us(value: Tensor, codec: str, *, repeats: int) -> tuple[float, f
 
 
 def time_us(run: Callable[[], Any], *, repeats: int, device: torch.device) -> float:
-    """Median wall time of `run` in microseconds after one warm-up: CUDA events on a GPU, perf_counter_ns on a CPU."""
+    """Median wall time of `run` in microseconds after one warm-up: CUDA events on a GPU, perf_counter_ns on a CPU.
+
+    The GPU is kept waiting while `run` is being launched, as it is in a step, so that launching is not counted.
+    """
     run()
     samples = []
     for _ in range(repeats):
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(HEAD_START_CYCLES)
             start.record()
             run()
             end.record()

@@ -7,8 +7,8 @@
 A plan with several variants takes one for each micro-batch, before its first layer: by its size, and by its exposure where the
 trainer tells it (`handle.microbatch`). All ranks take the same.
 
-What it does NOT do: profile, plan, change the forward pass, touch generation or evaluation without gradients (there the layer's
-own forward runs), or keep a model alive. A copied, pickled or loaded model carries an inert handle.
+What it does NOT do: profile, plan, change the forward pass, touch generation or evaluation without gradients, or a pass in which nothing
+trains (there the layer's own forward runs), or keep a model alive. A copied, pickled or loaded model carries an inert handle.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch import distributed as dist
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import PushToHubMixin
 
-from hilore_cli.capture import JointGraph, graph_digest, model_identity, unit_keys
+from hilore_cli.adapters import parameter_names, refuse_other_parameters, traceable_adapters
+from hilore_cli.capture import JointGraph, graph_digest, model_identity, sharded_modules, unit_keys
 from hilore_cli.choice import RECOMPUTE_ALL, VariantChoice
 from hilore_cli.codecs import seeded
 from hilore_cli.errors import CaptureError, HiloreError, PlanMismatchError
 from hilore_cli.models import decoder_layers, unwrapped
+from hilore_cli.output_capture import OutputCapture, recording_remedy
 from hilore_cli.partition import compile_layer, compiler_settings
 from hilore_cli.schema import ExposureRule, FrozenPlan, ModelId, Pattern, Variant, load_frozen_plan
 
@@ -54,7 +57,10 @@ def attach(model: nn.Module, plan: FrozenPlan, *, group: dist.ProcessGroup | Non
     """
     model = unwrapped(model)
     if not isinstance(model, (PreTrainedModel, PushToHubMixin)):
-        raise PlanMismatchError(f"plan {plan.name}: {type(model).__name__} is not a transformers or PEFT model; attach to the model itself, before or after wrapping")
+        remedy = "shard with FSDP2 (fully_shard), which keeps the parameters that a plan is bound to" if type(model).__name__ == "FullyShardedDataParallel" else "attach to the model itself, before or after wrapping"
+        raise PlanMismatchError(f"plan {plan.name}: {type(model).__name__} is not a transformers or PEFT model; {remedy}")
+    for module in sharded_modules(model):
+        module.reshard()  # after a forward its parameters may still be whole, and in the dtype of a mixed-precision policy
     check_identity(model_identity(model, source=plan.model.source), plan.model, name=plan.name)
     fqns = [fqn for fqn, _ in decoder_layers(model)]
     if len(fqns) != len(plan.layer_fqns):
@@ -103,7 +109,7 @@ def attach_patterns(
         if len(variant.layers) != len(layers):
             raise PlanMismatchError(f"plan {name}: made for {len(variant.layers)} decoder layers, the model has {len(layers)}")
     choice = VariantChoice(name=name, variants=variants, micro_batches=micro_batches, rule=exposure_rule, group=group)
-    program = Program(name=name, patterns=patterns, choice=choice, graph_digests=graph_digests, run=run, on_split=on_split)
+    program = Program(name=name, patterns=patterns, choice=choice, capture=OutputCapture(model), graph_digests=graph_digests, run=run, on_split=on_split)
     handle = Handle(program=program, layers=layers, fallback=fallback)
     handle.install()
     return handle
@@ -118,6 +124,7 @@ class Handle:
     def __init__(self, *, program: Program, layers: Sequence[tuple[str, nn.Module]], fallback: Sequence[str]) -> None:
         self.program = program
         self._layers = [(fqn, weakref.ref(layer)) for fqn, layer in layers]
+        self._parameters = {fqn: parameter_names(layer) for fqn, layer in layers}
         self._fallback = frozenset(fallback)
 
     def __enter__(self) -> Handle:
@@ -137,7 +144,7 @@ class Handle:
             if held is None and "forward" in vars(layer):
                 raise PlanMismatchError(f"{fqn}: its forward was replaced on the instance by other code; attach the plan before that")
         for index, (fqn, layer) in enumerate(layers):
-            layer._hilore = LayerHandle(program=self.program, index=index, fqn=fqn, checkpointed=fqn in self._fallback)
+            layer._hilore = LayerHandle(program=self.program, index=index, fqn=fqn, checkpointed=fqn in self._fallback, parameters=self._parameters[fqn])
             layer.forward = types.MethodType(forward, layer)
 
     def expect(self, weights: Sequence[float]) -> None:
@@ -166,6 +173,20 @@ class Handle:
                 del layer._hilore
                 del layer.forward
 
+    def leave_to_checkpoint(self, fqn: str) -> None:
+        """Run a layer by torch's checkpoint from now on, whatever its pattern: torch cannot capture it whole (profiler only)."""
+        self._fallback |= {fqn}
+        for name, reference in self._layers:
+            layer = reference()
+            if name == fqn and layer is not None and "_hilore" in vars(layer) and layer._hilore.program is self.program:
+                layer._hilore.checkpointed = True
+
+    @property
+    def attached(self) -> bool:
+        """Whether the plan is on its layers now."""
+        layers = (reference() for _, reference in self._layers)
+        return any(layer is not None and "_hilore" in vars(layer) and layer._hilore.program is self.program for layer in layers)
+
     @property
     def calls(self) -> Counter[str]:
         """How many training calls each pattern has served."""
@@ -190,13 +211,15 @@ class Handle:
 class Program:
     """The patterns of one attached plan, compiled on first use and shared by the layers."""
 
-    def __init__(self, *, name: str, patterns: Mapping[str, Pattern], choice: VariantChoice, graph_digests: Sequence[str], run: Runner | None, on_split: Callable[[JointGraph], None] | None) -> None:
+    def __init__(self, *, name: str, patterns: Mapping[str, Pattern], choice: VariantChoice, capture: OutputCapture, graph_digests: Sequence[str], run: Runner | None, on_split: Callable[[JointGraph], None] | None) -> None:
         self.name = name
         self.patterns = {**patterns, RECOMPUTE_ALL: Pattern()}
         self.choice = choice
         self.calls: Counter[str] = Counter()
         self.splits: Counter[str] = Counter()
         self.current_layer = -1
+        self._layer: Callable[[], nn.Module | None] | None = None
+        self._capture = capture
         self._run = run
         self._on_split = on_split
         self._graph_digests = frozenset(graph_digests)
@@ -209,8 +232,9 @@ class Program:
         name = RECOMPUTE_ALL if variant is None else variant.layers[handle.index]
         compiled = self._compiled_for(name, type(layer))
         self.current_layer = handle.index
+        self._layer = weakref.ref(layer)
         try:
-            with compiler_settings(), seeded(self.calls.total()):  # another seed for every layer and micro-batch
+            with compiler_settings(), seeded(self.calls.total()), self._capture.handed_over(layer), traceable_adapters():  # another seed for every layer and micro-batch
                 output = compiled(layer, *args, **kwargs)
         except Exception as error:  # torch raises many types while it captures; what is not ours to explain goes on unchanged
             explained = _explain(error, plan=self.name, fqn=handle.fqn)
@@ -231,7 +255,11 @@ class Program:
     def _count(self, name: str, joint: JointGraph) -> Pattern | None:
         """Note a split; a graph that was not profiled and lacks units of the pattern is recomputed whole instead."""
         self.splits[name] += 1
-        if self._graph_digests and graph_digest(joint) not in self._graph_digests:
+        known = graph_digest(joint) in self._graph_digests
+        if not known:
+            layer = self._layer()
+            refuse_other_parameters(layer, attached_to=layer._hilore.parameters)
+        if self._graph_digests and not known:
             foreign = "a layer's graph is not one that was profiled (no padding where there was some, another precision, mode or version)"
             missing = set(self.patterns[name].actions) - set(unit_keys(joint).values())
             if missing:
@@ -246,11 +274,12 @@ class Program:
 class LayerHandle:
     """What an attached layer carries. Copies and unpickles as inert, so that a copy runs its own weights and its own forward."""
 
-    def __init__(self, program: Program | None = None, index: int = -1, fqn: str = "", checkpointed: bool = False) -> None:
+    def __init__(self, program: Program | None = None, index: int = -1, fqn: str = "", checkpointed: bool = False, parameters: frozenset[str] = frozenset()) -> None:
         self.program = program
         self.index = index
         self.fqn = fqn
         self.checkpointed = checkpointed
+        self.parameters = parameters
 
     @property
     def inert(self) -> bool:
@@ -269,13 +298,18 @@ class LayerHandle:
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Installed as a bound method of this name on each layer (a closure would run the original's weights in a deep copy)."""
     handle: LayerHandle = self._hilore
-    if handle.inert or not torch.is_grad_enabled():
+    if handle.inert or not torch.is_grad_enabled() or not _needs_backward(self, args, kwargs):
         return type(self).forward(self, *args, **kwargs)
     if self.training and vars(self).get("gradient_checkpointing", False):
         raise PlanMismatchError(f"{handle.fqn}: gradient checkpointing is on, which would recompute what the plan stores; set gradient_checkpointing=False (model.gradient_checkpointing_disable())")
     if handle.checkpointed:
         return checkpoint(types.MethodType(type(self).forward, self), *args, use_reentrant=False, **kwargs)
     return handle.program.call(self, handle, args, kwargs)
+
+
+def _needs_backward(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """False where gradients are on but nothing trains: frozen layers with their adapters switched off (a reference pass)."""
+    return any(p.requires_grad for p in layer.parameters()) or any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs)))
 
 
 def _requires_grad(output: Any) -> bool:
@@ -291,9 +325,14 @@ def _explain(error: Exception, *, plan: str, fqn: str) -> Exception:
     if isinstance(inner, HiloreError):
         return type(inner)(f"{fqn}: {inner}")
     if isinstance(error, (torch._dynamo.exc.TorchDynamoException,)):
-        reason = f"{type(inner).__name__}: {(str(inner).strip().splitlines() or [''])[0]}"
-        return CaptureError(f"plan {plan}: {fqn} cannot be captured whole: {reason}")
+        return CaptureError(f"plan {plan}: {fqn} cannot be captured whole: {reason_of(error)}{recording_remedy(str(inner))}")
     return error
+
+
+def reason_of(error: BaseException) -> str:
+    """Torch's reason for a failed capture in one line: the type and first line of what it wraps."""
+    inner = getattr(error, "inner_exception", None) or error
+    return f"{type(inner).__name__}: {(str(inner).strip().splitlines() or [''])[0]}"
 
 
 def _ran_uncompiled(*, plan: str, fqn: str) -> CaptureError:

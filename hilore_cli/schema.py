@@ -24,6 +24,7 @@ PROFILE_VERSION = 3
 PLAN_VERSION = 3
 FROZEN_VERSION = 3
 BENCH_VERSION = 2
+CODEC_BENCH_VERSION = 1
 
 PREDICTED = "predicted_rel_error"
 """Column of the calibration table for plots: what follows from kappa and predicted_rho2 is not read back."""
@@ -79,7 +80,7 @@ class LayerClass(Strict):
     """Layers whose traced graphs are equal share one class."""
 
     name: str
-    graph_digest: str
+    graph_digest: str = Field(description="empty for layers that are left to torch's checkpoint: their rows were measured as a whole (uncaptured.py)")
     nodes: list[GraphNode]
     outputs: list[int] = Field(description="indices of the nodes that the backward graph returns (gradients), without repetition")
     forward_outputs: list[int] = Field(description="indices of the nodes that the forward returns to the model")
@@ -161,6 +162,7 @@ class Account(Strict):
     weights_bytes: int
     gradients_bytes: int = Field(description="gradient buffers of all trainable parameters: they persist between micro-batches")
     optimizer_bytes: int
+    workspace_bytes: int = Field(default=0, ge=0, description="what libraries keep on a GPU once they were used: cuBLAS's workspaces; 0 on a CPU")
     shared_bytes: int = Field(description="ids, masks, position embeddings and the like: live from before the first layer to the last backward")
     head_bytes: int = Field(description="most bytes live above static + shared + stored during final norm, head and loss, forward and backward")
     tail_bytes: int = Field(description="most bytes live above static + shared after the last layer's backward: embedding gradient")
@@ -168,8 +170,8 @@ class Account(Strict):
 
     @property
     def static_bytes(self) -> int:
-        """Weights, gradients and optimizer state: live during the whole update."""
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        """Weights, gradients, optimizer state and workspaces: live during the whole update."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.workspace_bytes
 
 
 class StepTimes(Strict):
@@ -421,6 +423,7 @@ class Plan(Strict):
     batch: BatchId = Field(description="the micro-batch that was profiled in full")
     sources: list[str] = Field(description="of the update's micro-batches, as they were given")
     graph_digests: list[str] = Field(description="digests of the profiled layers' joint graphs")
+    fallback: list[str] = Field(default_factory=list, description="fqns of layers that are left to torch's checkpoint")
     head: str
     budgets: Budgets
     patterns: dict[str, Pattern]
@@ -543,6 +546,65 @@ class BenchReport(Strict):
     measured: Outcome
 
 
+class CodecPace(Strict):
+    """One direction of a codec. Fractions are medians of ratios paired within a repeat with a clone of the same tensor."""
+
+    us: float = Field(gt=0, description="median of the repeats")
+    gb_per_s: float = Field(description="bytes of the tensor, in 10^9, over that time")
+    of_clone: float = Field(description="time of the clone over that of the codec")
+    of_clone_low: float = Field(description="interval of the paired ratios: 95 % by order statistics from 6 repeats on, else the range")
+    of_clone_high: float
+    bandwidth_of_clone: float = Field(description="the same of bytes moved a second: tensor and payload once each, against reading and writing the tensor")
+
+
+class CodecBenchRow(Strict):
+    """One codec on one tensor."""
+
+    codec: str
+    stochastic: bool
+    dtype: str
+    nbytes: int = Field(gt=0)
+    payload_bytes: int = Field(gt=0)
+    clone_us: float = Field(gt=0)
+    clone_gb_per_s: float
+    compress: CodecPace
+    decompress: CodecPace
+    break_even_width: int | None = Field(description="a product of a smaller inner width is recomputed in less time than the tensor is compressed and restored; None for masks, which no product makes, and where the products' times do not grow with their width")
+
+
+class ProductTimes(Strict):
+    """Times of x @ W into [rows, columns] at several inner widths, and the line fitted to them."""
+
+    dtype: str
+    nbytes: int = Field(gt=0)
+    rows: int
+    columns: int
+    widths: list[int]
+    us: list[float] = Field(description="medians of the repeats, one a width")
+    fixed_us: float = Field(description="time = fixed_us + us_per_width * inner width, by least squares of relative deviations")
+    us_per_width: float
+    largest_deviation: float = Field(ge=0, description="of the line from a measured time, relative to it")
+
+    @model_validator(mode="after")
+    def _one_time_a_width(self) -> ProductTimes:
+        if len(self.widths) != len(self.us):
+            raise ValueError(f"{len(self.widths)} widths have {len(self.us)} times")
+        return self
+
+
+class CodecBenchReport(Strict):
+    """Codecs by themselves, each beside a plain copy, and the products whose recomputation they compete with."""
+
+    format: Literal["hilore-codec-bench"] = "hilore-codec-bench"
+    version: int = CODEC_BENCH_VERSION
+    date: str
+    machine: Machine
+    repeats: int
+    clock: Literal["wall", "cpu", "device"] = Field(description="CPU time at one thread, wall time at more, CUDA events on a GPU")
+    rows: list[CodecBenchRow] = Field(min_length=1)
+    products: list[ProductTimes]
+
+
 # ------------------------------------------------------------------------------------------------------- reading, writing
 
 Record = TypeVar("Record", bound=Strict)
@@ -595,6 +657,11 @@ def load_frozen_plan(path: Path | str) -> FrozenPlan:
 def load_bench_report(path: Path | str) -> BenchReport:
     """Read what `hilore bench -o` wrote. Raises PlanMismatchError."""
     return _load(Path(path), BenchReport, PlanMismatchError, remedy="make it again with `hilore bench`")
+
+
+def load_codec_bench_report(path: Path | str) -> CodecBenchReport:
+    """Read what `hilore bench --codecs ... -o` wrote. Raises ProfileError."""
+    return _load(Path(path), CodecBenchReport, ProfileError, remedy="make it again with `hilore bench --codecs`")
 
 
 def freeze(plan: FrozenPlan) -> FrozenPlan:

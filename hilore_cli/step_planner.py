@@ -60,13 +60,13 @@ class Solution:
 
 
 def time_scale(profile: Profile) -> float:
-    """Microseconds of the step for each microsecond of node time: T_recompute - T_none over all replayed node times.
+    """Microseconds of the step for each microsecond of node time: T_recompute - T_none over all replayed node times, those of
+    layers that are left to checkpoint among them.
 
     1 when the measured steps do not tell (recompute-all not slower than no checkpointing: noise on a tiny model).
     """
     replay_us = {c.name: simulate_layer(c, Pattern(), payload_bytes=_no_payload).recompute_us for c in profile.classes}
-    classes = [class_of_layer(profile, row.index) for row in profile.layers]
-    replayed = sum(replay_us[c.name] for c in classes if c is not None)
+    replayed = sum(replay_us.get(row.layer_class, 0.0) for row in profile.layers)
     span = profile.times.recompute_us - profile.times.none_us
     return span / replayed if replayed > 0 and span > 0 else 1.0
 
@@ -83,7 +83,8 @@ class StepPlanner:
         self.scale = time_scale(profile)
         self.classes = [class_of_layer(profile, row.index) for row in profile.layers]
         self.planned = [i for i, layer_class in enumerate(self.classes) if layer_class is not None]
-        self.fallback = fallback_timeline(profile)
+        self.left = {i: fallback_timeline(profile, i) for i, layer_class in enumerate(self.classes) if layer_class is None}
+        self.left_ns = sum(round(timeline.recompute_us * self.scale * 1000) for timeline in self.left.values())
         self.units: list[dict[tuple[str, str], UnitRow]] = [{} for _ in profile.layers]
         for unit in profile.units:
             if unit.layer >= len(profile.layers):
@@ -116,7 +117,7 @@ class StepPlanner:
         bound = bound_layers(step) if self.planned else None
         self.add_priced_candidates(step, bound, budget)
         found = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=max_patterns)
-        bound_ns = bound.objective_ns if bound is not None else 0.0
+        bound_ns = self.left_ns + (bound.objective_ns if bound is not None else 0.0)
         careful = self.step_model(cap_bytes=cap_bytes, budget=budget, replayed=True)
         pending, done, reproducible = [careful, step] if self.codecs else [step], 0, True
         while pending and bound is not None and done < resolves and not self.is_close(found, bound_ns):
@@ -171,7 +172,7 @@ class StepPlanner:
 
     def step_model(self, *, cap_bytes: int, budget: float, replayed: bool = False) -> StepModel:
         """The layers' program. What layers left to checkpoint store is counted at the head only, so that the bound stays one."""
-        checkpointed = self.fallback.stored_bytes * (len(self.classes) - len(self.planned))
+        checkpointed = sum(timeline.stored_bytes for timeline in self.left.values())
         return StepModel(
             layers=tuple(self.program(i, budget, self.codecs, replayed=replayed).model for i in self.planned),
             fixed_bytes=self.fixed_bytes(),
@@ -229,7 +230,7 @@ class StepPlanner:
     def add_choices(self, choices: Sequence[Sequence[int]], budget: float) -> tuple[list[LayerTimeline], int]:
         """Candidates from a solved program; returns the layers' exact timelines under it, and how many patterns are new."""
         before = len(self.candidates)
-        timelines = [self.fallback] * len(self.classes)
+        timelines = [self.left.get(i) for i in range(len(self.classes))]
         for i, chosen in zip(self.planned, choices, strict=True):
             actions = actions_of_choices(self.program(i, budget, self.codecs), chosen, self.codecs)
             self.candidates.setdefault(actions)
@@ -243,7 +244,7 @@ class StepPlanner:
         """Exact simulation of a pattern on a layer; None when the layer lacks one of its units or measurements."""
         layer_class = self.classes[layer]
         if layer_class is None:
-            return None if actions else self.fallback
+            return None if actions else self.left[layer]
         compressed = [(unit, action.removeprefix("compress:")) for unit, action in actions if action.startswith("compress:")]
         if any(key not in self.units[layer] for key in compressed):
             return None

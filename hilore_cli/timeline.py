@@ -92,7 +92,7 @@ def simulate_step(profile: Profile, patterns_of_layers: Sequence[Pattern]) -> St
     for row, pattern in zip(profile.layers, patterns_of_layers, strict=True):
         layer_class = class_of_layer(profile, row.index)
         if layer_class is None:
-            layers.append(fallback_timeline(profile))
+            layers.append(fallback_timeline(profile, row.index))
             continue
 
         def payload_bytes(unit: str, codec: str, layer: int = row.index) -> int:
@@ -111,7 +111,7 @@ def simulate_step(profile: Profile, patterns_of_layers: Sequence[Pattern]) -> St
 def combine_layers(profile: Profile, layers: Sequence[LayerTimeline]) -> StepTimeline:
     """Put simulated layers one after the other: forward of each, the loss head, backward of each, the embedding, the update."""
     account = profile.account
-    base = (AccountRow(label="weights", nbytes=account.weights_bytes), AccountRow(label="gradients", nbytes=account.gradients_bytes), AccountRow(label="optimizer state", nbytes=account.optimizer_bytes))
+    base = (AccountRow(label="weights", nbytes=account.weights_bytes), AccountRow(label="gradients", nbytes=account.gradients_bytes), AccountRow(label="optimizer state", nbytes=account.optimizer_bytes), AccountRow(label="workspaces", nbytes=account.workspace_bytes))
     shared = (*base, AccountRow(label="shared inputs", nbytes=account.shared_bytes))
     before = [0]
     for layer in layers:
@@ -138,29 +138,20 @@ def combine_layers(profile: Profile, layers: Sequence[LayerTimeline]) -> StepTim
 
 def class_of_layer(profile: Profile, layer: int) -> LayerClass | None:
     """The captured class of a layer; None for a layer that is left to torch's checkpoint. Raises ProfileError."""
+    return _class_of(profile, layer) if profile.layers[layer].fallback is None else None
+
+
+def fallback_timeline(profile: Profile, layer: int) -> LayerTimeline:
+    """A layer that could not be captured, run by torch's checkpoint: its class holds what was measured of it (uncaptured.py)."""
+    return simulate_layer(_class_of(profile, layer), Pattern(), payload_bytes=_no_payload)
+
+
+def _class_of(profile: Profile, layer: int) -> LayerClass:
     row = profile.layers[layer]
-    if row.fallback is not None:
-        return None
     for layer_class in profile.classes:
         if layer_class.name == row.layer_class:
             return layer_class
     raise ProfileError(f"profile {profile.name}: layer {row.fqn} belongs to class {row.layer_class!r}, which the profile does not hold; measure it again with `hilore profile`")
-
-
-def fallback_timeline(profile: Profile) -> LayerTimeline:
-    """A layer that could not be captured, run by torch's checkpoint: its graph is unknown, so it is taken to need what the
-    neediest captured class needs with nothing stored (an approximation; the dry run of `hilore apply` has the last word)."""
-    layers = [simulate_layer(c, Pattern(), payload_bytes=_no_payload) for c in profile.classes]
-    return LayerTimeline(
-        stored_bytes=max((t.stored_bytes for t in layers), default=0),
-        compressed_bytes=0,
-        forward_peak_bytes=max((t.forward_peak_bytes for t in layers), default=0),
-        backward_peak_bytes=max((t.backward_peak_bytes for t in layers), default=0),
-        recomputed=(),
-        recompute_us=0.0,
-        saved=(),
-        backward_order=(),
-    )
 
 
 # ------------------------------------------------------------------------------------------------- emulated partitioner

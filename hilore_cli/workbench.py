@@ -8,20 +8,22 @@ of every method sees the same weights.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import CheckpointError
 
 from hilore_cli.batches import MicroBatch
 from hilore_cli.capture import JointGraph
 from hilore_cli.errors import ProfileError, UsageError
-from hilore_cli.grpo import BeforeForward, GrpoConfig, actor_update, gradients, make_optimizer
+from hilore_cli.grpo import BeforeForward, GrpoConfig, actor_update, can_repeat, gradients, kernel_mode, make_optimizer
 from hilore_cli.models import decoder_layers, text_decoder
-from hilore_cli.peak import measure_peak, static_bytes_of
+from hilore_cli.peak import measure_peak, static_bytes_of, workspace_bytes
 from hilore_cli.runtime import Handle, Program, attach_patterns
 from hilore_cli.schema import ExposureRule, Pattern, Variant
 
@@ -45,19 +47,33 @@ class Workbench:
         self.layers = decoder_layers(model)
         self.device = next(model.parameters()).device
         check_vocabulary(model, batches)
+        self.repeats_exactly = self.device.type == "cpu" or can_repeat(self.device)
+        """Whether gradients are bitwise the same each time they are taken; a GPU has to be asked for it."""
         self.recorder = Recorder()
         self._planned: Handle | None = None
         self._weights: list[float | None] = []
         self.skipping: list[MicroBatch] = []
+        self.uncaptured: dict[str, str] = {}
+        """Layers that torch cannot capture whole, by name, with its reason: left to torch's checkpoint in all that is run here."""
         self._handles: dict[str, Handle] = {}
         self._compiled: set[str] = set()
+        self._workspace_bytes: int | None = None
 
     def update(self) -> None:
         actor_update(self.model, self.optimizer, self.batches, self.config, before=self._announce())
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradient of all micro-batches together."""
-        return gradients(self.model, self.batches, self.config, before=self._announce())
+        if self.device.type == "cpu" or not self.repeats_exactly:
+            return gradients(self.model, self.batches, self.config, before=self._announce())
+        try:
+            return gradients(self.model, self.batches, self.config, before=self._announce(), deterministic=True)
+        except RuntimeError as error:
+            if "deterministic" not in str(error) and not isinstance(error, CheckpointError):
+                raise
+            warnings.warn(f"gradients on this GPU are not the same each time, and differ by that much where they should be equal: {str(error).splitlines()[0]}", stacklevel=2)
+            self.repeats_exactly = False
+            return self.gradients()
 
     def _announce(self) -> BeforeForward | None:
         """Tell an attached plan what the update holds; what is returned tells it of each micro-batch."""
@@ -78,13 +94,16 @@ class Workbench:
         return gradient
 
     def static(self) -> dict[str, int]:
-        """Bytes of weights, gradients and optimizer state, which are created here when there was no update yet."""
+        """Bytes of weights, gradients and optimizer state, which are created here when there was no update yet, and of workspaces."""
         if not self.optimizer.state:
             for parameter in self.model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             self.optimizer.step()  # at a learning rate of zero
-        return static_bytes_of(self.model, self.optimizer)
+        if self._workspace_bytes is None:
+            with self.method("gc"):
+                self._workspace_bytes = workspace_bytes(self.update, device=self.device)
+        return static_bytes_of(self.model, self.optimizer) | {"workspace_bytes": self._workspace_bytes}
 
     def add_plan(self, name: str, patterns: Mapping[str, Pattern], variants: Sequence[Variant], *, fallback: Sequence[str] = (), graph_digests: Sequence[str] = (), micro_batches: int = 1, rule: ExposureRule = "squared") -> None:
         """Make a plan a method of this name. `graph_digests`: of the graphs it was made for; layers with another are recomputed whole."""
@@ -139,8 +158,14 @@ class Workbench:
             self._handles[name] = handle
         return self._handles[name]
 
-    def _detached(self, name: str, patterns: Mapping[str, Pattern], variants: Sequence[Variant], **options: Any) -> Handle:
-        handle = attach_patterns(self.model, patterns=patterns, variants=variants, name=name, **options)
+    def leave_to_checkpoint(self, fqn: str, *, reason: str) -> None:
+        """Note a layer that cannot be captured, and run it by torch's checkpoint from now on."""
+        self.uncaptured[fqn] = reason
+        for handle in self._handles.values():
+            handle.leave_to_checkpoint(fqn)
+
+    def _detached(self, name: str, patterns: Mapping[str, Pattern], variants: Sequence[Variant], *, fallback: Sequence[str] = (), **options: Any) -> Handle:
+        handle = attach_patterns(self.model, patterns=patterns, variants=variants, name=name, fallback=[*fallback, *self.uncaptured], **options)
         handle.detach()
         return handle
 
@@ -195,11 +220,17 @@ class Recorder:
 @contextmanager
 def checkpointing(model: nn.Module):
     """Hugging Face's own gradient checkpointing, non-reentrant, early stop as torch defaults to."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    on_gpu = {"context_fn": contexts_of_forward} if next(model.parameters()).device.type == "cuda" else {}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **on_gpu})
     try:
         yield
     finally:
         model.gradient_checkpointing_disable()
+
+
+def contexts_of_forward() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For torch's checkpoint: recompute in the kernel mode of the forward, also where backward runs in the deterministic one."""
+    return nullcontext(), kernel_mode(deterministic=False)
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> tuple[float, float]:

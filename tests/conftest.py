@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: its own helpers are interpreted only if it is set by then
+
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hilore_cli.models import resolve_model, wheel_model_ready

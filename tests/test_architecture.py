@@ -17,8 +17,8 @@ FLOORS = {
     0: ["errors", "sizes", "schema", "malloc"],
     1: ["exposure", "scaling", "timeline", "ilp", "program", "step_planner", "planner"],
     2: ["codecs"],
-    3: ["capture", "partition", "choice", "runtime", "batches", "captured", "tasks", "models", "grpo"],
-    4: ["rollout", "peak", "risk", "workbench", "calibration", "profiler", "bench"],
+    3: ["capture", "output_capture", "adapters", "partition", "choice", "runtime", "batches", "captured", "tasks", "models", "grpo"],
+    4: ["rollout", "peak", "risk", "workbench", "calibration", "uncaptured", "profiler", "bench", "codec_bench"],
     5: ["integrations"],
     6: ["report", "cli", "__main__"],
 }

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import build_tiny
 
+from hilore_cli import peak
 from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.errors import ProfileError
 from hilore_cli.grpo import GrpoConfig
-from hilore_cli.peak import mark, measure_peak, static_bytes_of, trace_memory
+from hilore_cli.peak import (
+    CountTracer,
+    EventTracer,
+    Tracer,
+    mark,
+    measure_peak,
+    static_bytes_of,
+    trace_memory,
+    tracer_for,
+    workspace_bytes,
+)
 from hilore_cli.profiler import ProfileRequest, measure_account, profile_update
 from hilore_cli.schema import Pattern, Profile
 from hilore_cli.timeline import simulate_step
@@ -75,6 +92,172 @@ def test_static_bytes_count_storages_once() -> None:
     assert static["optimizer_bytes"] == 2 * weights + 4 * len(list(model.parameters()))
 
 
+# ----------------------------------------------------------------------------------------------- a GPU's allocator, made up
+
+GPU = torch.device("cuda:0")
+DeviceType = torch.autograd.DeviceType
+
+
+@dataclass(frozen=True)
+class Event:
+    """As torch's profiler gives them."""
+
+    label: str
+    at: int
+    size: int = 0
+    device: DeviceType = DeviceType.CPU
+
+    def name(self) -> str:
+        return self.label
+
+    def start_ns(self) -> int:
+        return self.at
+
+    def nbytes(self) -> int:
+        return self.size
+
+    def device_type(self) -> DeviceType:
+        return self.device
+
+
+@dataclass
+class Allocator:
+    """Counts as a GPU's caching allocator does, and tells a profiler's events of the same allocations on a CPU."""
+
+    live: int = 0
+    most: int = 0
+    events: list[Event] = field(default_factory=list)
+
+    def change(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.most = max(self.most, self.live)
+        self.tell("[memory]", nbytes)
+        self.tell("[memory]", 2 * abs(nbytes) + 512, device=DeviceType.CUDA)  # of another device: none of a CPU's business
+
+    def tell(self, label: str, nbytes: int = 0, **rest: DeviceType) -> None:
+        self.events.append(Event(label, len(self.events), nbytes, **rest))
+
+    def stats(self, _device: torch.device) -> dict[str, int]:
+        return {"requested_bytes.all.current": self.live, "requested_bytes.all.peak": self.most, "allocated_bytes.all.current": self.live + 512}
+
+    def reset(self, _device: torch.device) -> None:
+        self.most = self.live
+
+
+@pytest.fixture
+def allocator(monkeypatch) -> Allocator:
+    """Stands in for torch's counts of a GPU and for its profiler of a CPU at once."""
+    made = Allocator(live=1000, most=5000)
+
+    @contextmanager
+    def recording(**_: bool):
+        made.events.clear()
+        yield SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: random.Random(0).sample(made.events, len(made.events))))
+
+    @contextmanager
+    def named(label: str):
+        made.tell(label)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", made.stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", made.reset)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    monkeypatch.setattr(peak, "profile", recording)
+    monkeypatch.setattr(peak, "record_function", named)
+    return made
+
+
+def random_step(allocator: Allocator, *, seed: int) -> Callable[[Tracer], Callable[[], None]]:
+    """Allocations, releases and the marks of an update, the same for every tracer; some marks are repeated."""
+
+    def step_of(tracer: Tracer) -> Callable[[], None]:
+        def step() -> None:
+            rng = random.Random(seed)
+            held: list[int] = []
+            for name in ("layers", "head", "backward", "layers", "tail", "head", "update"):
+                for _ in range(rng.randrange(6)):
+                    if held and rng.random() < 0.5:
+                        allocator.change(-held.pop(rng.randrange(len(held))))
+                    else:
+                        held.append(rng.randrange(1, 10**6))
+                        allocator.change(held[-1])
+                tracer.mark(name)
+            for nbytes in (*held, 7, -7):
+                allocator.change(-nbytes)
+
+        return step
+
+    return step_of
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counts_of_a_gpu_say_what_events_of_a_cpu_say(allocator: Allocator, seed: int) -> None:
+    step_of = random_step(allocator, seed=seed)
+    traces = {}
+    for device, kind in ((CPU, EventTracer), (GPU, CountTracer)):
+        tracer = tracer_for(device)
+        assert isinstance(tracer, kind)
+        traces[device] = tracer.trace(step_of(tracer))
+    cpu, gpu = traces[CPU], traces[GPU]
+    assert cpu.marks.keys() == gpu.marks.keys() == {"layers", "head", "backward", "tail", "update"}
+    assert cpu.peak_bytes == gpu.peak_bytes
+    for name in cpu.marks:
+        assert cpu.live_at(name) == gpu.live_at(name)
+        for end in ("head", "backward", "tail", "update", None):
+            assert cpu.peak_between(name, end) == gpu.peak_between(name, end)
+    for device in (CPU, GPU):
+        unmarked = step_of(SimpleNamespace(mark=silent))
+        assert measure_peak(unmarked, static_bytes=10**7, device=device) == 10**7 + cpu.peak_bytes
+    assert allocator.live == 1000
+
+
+def test_what_was_live_before_is_not_counted_twice(allocator: Allocator) -> None:
+    """Neither in the peak, which an earlier step left at 5000, nor where the step frees some of it."""
+
+    def step() -> None:
+        allocator.change(-600)
+        allocator.change(700)
+
+    assert trace_memory(step, device=GPU).peak_bytes == 100
+
+
+def test_workspaces_are_what_a_step_leaves(allocator: Allocator, monkeypatch) -> None:
+    """One that was there before is freed first, so that it counts; tensors that come and go do not."""
+    allocator.live += 300
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: allocator.change(-300), raising=False)
+
+    def step() -> None:
+        for nbytes in (300, 5000, 64, -5000):
+            allocator.change(nbytes)
+
+    assert workspace_bytes(step, device=GPU) == 364
+    assert workspace_bytes(step, device=CPU) == 0
+
+
+def test_allocator_that_does_not_count_is_refused(allocator: Allocator) -> None:
+    allocator.live = allocator.most = 0
+    with pytest.raises(ProfileError, match="'cudaMallocAsync' counted no requested bytes; unset PYTORCH_CUDA_ALLOC_CONF"):
+        trace_memory(silent, device=GPU)
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ProfileError, match="memory on meta cannot be measured; use a CPU"):
+        trace_memory(silent, device=torch.device("meta"))
+
+
+def test_workspaces_are_a_row_of_the_account(profiled) -> None:
+    """On every peak that is predicted, and on the cap."""
+    _, profile = profiled
+    assert profile.account.workspace_bytes == 0
+    more = profile.model_copy(update={"account": profile.account.model_copy(update={"workspace_bytes": 64 * MIB})})
+    assert more.account.static_bytes == profile.account.static_bytes + 64 * MIB
+    for pattern in PATTERNS.values():
+        plain, grown = (simulate_step(p, [pattern] * len(profile.layers)) for p in (profile, more))
+        assert grown.peak_bytes == plain.peak_bytes + 64 * MIB
+        assert [row.nbytes for row in grown.account if row.label == "workspaces"] == [64 * MIB]
+
+
 # -------------------------------------------------------------------------------------------- one profile, several plans
 
 MIXED = Pattern(actions={"mlp.gate_proj.mm": "store", "mlp.up_proj.mm": "store", "self_attn.sdpa.out": "store", "self_attn.sdpa.lse": "store", "add": "store"})
@@ -103,6 +286,28 @@ def measured(profiled) -> dict[str, int]:
             bench.gradients()
             peaks[name] = measure_peak(bench.update, static_bytes=static, device=CPU)
     return peaks
+
+
+def test_workspaces_are_measured_once_and_added_to_every_peak(monkeypatch) -> None:
+    """By a whole update, under checkpointing, when gradients and optimizer state are there; then in the static part of every method."""
+    model = build_tiny("llama")
+    batch = synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=8, completion_tokens=8, group_size=4, seed=0)
+    bench = Workbench(model, [batch], GrpoConfig())
+    plain = bench.peak_bytes("none")
+    fresh, seen = Workbench(model, [batch], GrpoConfig()), []
+
+    def measured(step: Callable[[], object], *, device: torch.device) -> int:
+        seen.append((device, len(fresh.optimizer.state), model.model.gradient_checkpointing, model.model.layers[0].gradient_checkpointing))
+        step()
+        return 32 * MIB
+
+    monkeypatch.setattr("hilore_cli.workbench.workspace_bytes", measured)
+    assert fresh.peak_bytes("none") == plain + 32 * MIB
+    account, gc_peak = measure_account(fresh, fresh.static())
+    assert account["workspace_bytes"] == 32 * MIB
+    assert fresh.peak_bytes("gc") == gc_peak
+    assert [(device, states) for device, states, *_ in seen] == [(CPU, len(list(model.parameters())))]
+    assert seen[0][3]
 
 
 def test_activations_dominate(profiled) -> None:

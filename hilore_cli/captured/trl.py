@@ -21,14 +21,17 @@ REQUIRED = {"prompt_ids", "completion_ids", "prompt_mask", "completion_mask", "a
 LOGPS = {"old_logps": "old_per_token_logps", "ref_logps": "ref_per_token_logps", "sampling_logps": "sampling_per_token_logps"}
 KNOWN = {"num_items_in_batch", "importance_sampling_ratio", "tool_mask", *LOGPS.values()}
 
+OPTIONS = """loss_type epsilon epsilon_high delta beta importance_sampling_level use_bias_correction_kl max_completion_length
+steps_per_generation temperature top_entropy_quantile off_policy_mask_threshold use_adaptive_entropy
+sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"""
+"""Fields of GRPOConfig that decide the loss."""
+
 RECIPE = '''\
 # TRL: put these lines after `trainer = GRPOTrainer(...)` and before `trainer.train()`.
 # They save the micro-batches of the first update of rank 0 as captured.pt, for: hilore profile --batch captured.pt
 import torch
 
-OPTIONS = """loss_type epsilon epsilon_high delta beta importance_sampling_level use_bias_correction_kl max_completion_length
-steps_per_generation temperature top_entropy_quantile off_policy_mask_threshold use_adaptive_entropy
-sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg""".split()
+OPTIONS = """OPTIONS_HERE""".split()
 INPUTS = """prompt_ids prompt_mask completion_ids completion_mask advantages num_items_in_batch old_per_token_logps
 ref_per_token_logps sampling_per_token_logps importance_sampling_ratio tool_mask""".split()
 
@@ -53,7 +56,7 @@ def record(trainer, path="captured.pt"):
 
 
 record(trainer)
-'''
+'''.replace("OPTIONS_HERE", OPTIONS)
 
 
 def read(inputs: Mapping[str, Any], *, loss: Mapping[str, Any] | None, meta: dict[str, Any]) -> list[MicroBatch]:

@@ -14,7 +14,7 @@ Not done here: gradients (the ops run below autograd), any choice of what to com
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from types import ModuleType
 
@@ -64,9 +64,10 @@ def compressible(tensor: Tensor) -> bool:
 
 def compress(x: Tensor, codec: Codec | str, *, seed: int = 0, stream: int = 0) -> Tensor:
     """x -> uint8 [payload_bytes]. CodecError for a dtype that the codec does not take and for overlapping (expanded) tensors, whose payload could exceed
-    what it replaces. `seed` and `stream` (31 bits) decide how a stochastic codec rounds."""
-    with seeded(seed):
-        return torch.ops.hilore.compress.default(x.detach(), _name(codec), None, stream)
+    what it replaces. `seed` and `stream` decide how a stochastic codec rounds; torch.compile traces the others only (a stochastic op in a graph draws from `seeded`)."""
+    name = _name(codec)
+    with seeded(seed) if CODECS[name].stochastic else nullcontext():
+        return torch.ops.hilore.compress.default(x.detach(), name, None, stream)
 
 
 def decompress(

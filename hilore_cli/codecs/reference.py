@@ -12,7 +12,8 @@ Every operation is fp32 with a rounding of its own (no fused multiply-add); `up`
 exceeds top, whatever the rounding of the reciprocal; `down` is towards minus infinity (fp32: as it is). Integers are two's complement.
 
 * A group of zeros comes back exactly zero; one whose a is below 2^-100 has scale 0: it comes back as zero, asymmetric as low.
-* A group that holds NaN or inf comes back NaN as a whole (asymmetric: also one whose range overflows): scale is NaN (0x7fc0), low 0, its codes 0. Its neighbours are untouched.
+* A group that holds NaN or inf comes back NaN as a whole: scale is NaN (0x7fc0), low 0, its codes 0. Its neighbours are untouched. Asymmetric, so does one whose a
+  is not below 2^127: code * scale, up to half a step beyond a, could overflow before low, of the other sign, is added.
 * x' is clamped to the largest finite number of the dtype before it is rounded to the dtype, to the nearest.
 
 `-sr`: round(y) = floor(y) + (u < y - floor(y)), for e4m3 and bf16 the same between the two neighbours, with u uniform on a grid of 2^-24 (e4m3's normal numbers
@@ -34,6 +35,7 @@ NAN_BITS = 0x7FC00000
 INF_BITS = 0x7F800000
 BF16_MAX_BITS = 0x7F7F0000
 ULPS_UP = 4
+LIMIT = 2.0**127
 BF16_GROUP = 128
 WORD = 0xFFFFFFFF
 
@@ -108,7 +110,7 @@ def encode(rows: Tensor, codec: GroupedCodec, *, first: int, seed: int, stream: 
         shifted = rows - low
     else:
         low, reach, shifted = torch.zeros_like(least), torch.maximum(most, -least), rows
-    finite = reach.isfinite()
+    finite = reach < LIMIT if codec.asymmetric else reach.isfinite()
     scale = _bits(reach / reach.new_full((), codec.top), lambda bits: _up(bits, wide=codec.wide))  # by a tensor: torch may turn a division by a number into a product
     scale = torch.where(finite, torch.where(reach < LEAST, 0.0, scale), torch.nan)
     inverse = torch.where(scale > 0, torch.ones_like(scale) / scale, 0.0)
@@ -161,12 +163,11 @@ def unpack_bits(packed: Tensor) -> Tensor:
 def random_words(rows: int, group: int, *, first: int, seed: int, stream: int, device: torch.device) -> Tensor:
     """int64 [rows, group] in [0, 2^32): the words of the elements of `rows` groups, the first of them number `first`."""
     n = torch.arange(first * (group // 4), (first + rows) * (group // 4), device=device)
-    return torch.stack(philox(n & WORD, n >> 32, stream, seed=seed), dim=1).view(rows, group // 4, 4).transpose(1, 2).reshape(rows, group)
+    return torch.stack(philox(n & WORD, n >> 32, stream & WORD, 0, seed=seed), dim=1).view(rows, group // 4, 4).transpose(1, 2).reshape(rows, group)
 
 
-def philox(c0: Tensor, c1: Tensor, stream: int, *, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10 on counters (c0, c1, stream, 0), int64 holding 32 bits each."""
-    c2, c3 = torch.full_like(c0, stream & WORD), torch.zeros_like(c0)
+def philox(c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int, *, seed: int) -> tuple[Tensor | int, ...]:
+    """Philox4x32-10: four words of a counter, each 32 bits held in int64 or int, to four random ones."""
     key = [seed & WORD, seed >> 32 & WORD]
     for _ in range(10):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # 64 bits, modulo 2^64: the words are right whatever the sign

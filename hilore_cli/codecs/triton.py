@@ -45,7 +45,7 @@ def compress(flat: Tensor, codec: Codec, *, seed: int = 0, stream: int = 0) -> T
         return payload
     codes, scale, low = _outputs(payload, codec, numel)
     options = kernel_options(codec, flat.dtype, numel, interpreted=_interpreted(encode_kernel))
-    _launch(encode_kernel, _programs(numel, options), _as_loaded(flat), codes, scale, low, numel, triton.cdiv(numel, options["G"]), _signed(seed), stream & 0x7FFFFFFF, **options, STOCHASTIC=codec.stochastic)
+    _launch(encode_kernel, _programs(numel, options), _as_loaded(flat), codes, scale, low, numel, triton.cdiv(numel, options["G"]), _signed(seed, 64), _signed(stream, 32), **options, STOCHASTIC=codec.stochastic)
     return payload
 
 
@@ -99,9 +99,9 @@ def _as_loaded(flat: Tensor) -> Tensor:
     return flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat
 
 
-def _signed(seed: int) -> int:
-    """The same 64 bits as a signed integer."""
-    return (seed + 2**63) % 2**64 - 2**63
+def _signed(value: int, bits: int) -> int:
+    """The lowest bits as a signed integer."""
+    return (value + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
 
 
 def _interpreted(kernel: Any) -> bool:
@@ -152,7 +152,7 @@ def encode_kernel(x_ptr, codes_ptr, scale_ptr, low_ptr, numel, groups, seed, str
             reach = reach_bits.to(tl.float32, bitcast=True)
             low_bits = reach_bits * 0
             low = low_bits.to(tl.float32, bitcast=True)
-        finite = is_number & (reach.to(tl.int32, bitcast=True) < 0x7F800000)  # reach is not negative
+        finite = is_number & (reach.to(tl.int32, bitcast=True) < (0x7F000000 if ASYMMETRIC else 0x7F800000))  # reach is not negative; reference.LIMIT
         scale_bits = tl.math.div_rn(reach, reach * 0 + TOP).to(tl.int32, bitcast=True) + 4
         if not WIDE:
             scale_bits = (scale_bits + 0xFFFF) & -0x10000
@@ -244,11 +244,7 @@ def unpack_kernel(words_ptr, mask_ptr, numel, EVEN: tl.constexpr, WORDS: tl.cons
 def _load_bits(ptr, at, numel, IS_BF16: tl.constexpr, EVEN: tl.constexpr):
     """Elements as the bits of fp32."""
     x = _load(ptr, at, at < numel, EVEN)
-    if IS_BF16:
-        bits = x.to(tl.int32) << 16
-    else:
-        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-    return bits
+    return x.to(tl.int32) << 16 if IS_BF16 else x.to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -322,10 +318,7 @@ def _uniform(words):
 def _round_bits_to_bf16(bits, words, STOCHASTIC: tl.constexpr):
     """fp32 bits -> bf16 bits; see `reference.round_to_bf16`."""
     magnitude = bits & 0x7FFFFFFF
-    if STOCHASTIC:
-        rounded = magnitude + (words >> 16).to(tl.int32)
-    else:
-        rounded = magnitude + 0x7FFF + ((magnitude >> 16) & 1)
+    rounded = magnitude + ((words >> 16).to(tl.int32) if STOCHASTIC else 0x7FFF + ((magnitude >> 16) & 1))
     rounded = tl.minimum(rounded & -0x10000, 0x7F7F0000)
     rounded = tl.where(magnitude < 0x7F800000, rounded, tl.where(magnitude == 0x7F800000, 0x7F800000, 0x7FC00000))
     return (rounded >> 16) | ((bits >> 16) & 0x8000)
