@@ -168,7 +168,7 @@ def _gradients(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
             recorded[f"{key}.{i}"] = value.detach()
             if key != "router_logits":
                 loss = loss + value.square().sum()
-    if inputs.get("output_router_logits"):
+    if getattr(output, "aux_loss", None) is not None:  # deepseek_v3 has router logits and no auxiliary loss
         loss = loss + 3 * output.aux_loss
         recorded["aux_loss"] = output.aux_loss.detach()
     loss.backward()
@@ -201,12 +201,17 @@ def recording():
 
 
 def test_recording_may_come_and_go(recording) -> None:
-    """Compiled without hooks, then with them and a request, then with them and none; graphs are those of the three, and no more."""
+    """Compiled without hooks, then with them for router logits, for hidden states, and for nothing; graphs are those of the four, and no more."""
     model, handle, expected = recording
     with handle:
         for run in (padded, aux, hidden, padded, aux, aux):
-            assert differing(run(model), expected[run]) == [], run.__name__
-        assert handle.graphs == {"p0": 3, "p1": 3}
+            found = run(model)
+            if run is hidden:  # a loss between the layers: its gradient is added to a layer's own sum, in eager to each of its terms
+                assert found.keys() == expected[run].keys()
+                assert relative_error(found, expected[run]) <= 1e-6
+            else:
+                assert differing(found, expected[run]) == [], run.__name__
+        assert handle.graphs == {"p0": 4, "p1": 4}
         with torch.no_grad():
             ids, mask = make_ids(2, 14, padded=True)
             output = model(input_ids=ids, attention_mask=mask, output_router_logits=True, output_hidden_states=True)
@@ -232,7 +237,7 @@ def test_nothing_of_the_collector_stays(recording) -> None:
         router = model.model.layers[1].mlp.gate
         hook = router.register_forward_hook(_fail)
         try:
-            with pytest.raises(Exception, match="no memory"):
+            with pytest.raises(CaptureError, match=r"layers\.1 cannot be captured whole"):
                 aux(model)
         finally:
             hook.remove()
