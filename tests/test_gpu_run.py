@@ -170,7 +170,7 @@ def test_a_part_that_fails_leaves_the_others(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rehearsal(tmp_path: Path) -> None:
     """Every stage and every part on a CPU, and the same document cut at every part still reads."""
-    finished = subprocess.run([sys.executable, str(SCRIPT), "--rehearse", "--out", str(tmp_path)], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=600)
+    finished = subprocess.run([sys.executable, str(SCRIPT), "--rehearse", "--out", str(tmp_path)], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False, timeout=1900)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     document = json.loads((tmp_path / "gpu-results.json").read_text())
     stages = document["stages"]
