@@ -263,34 +263,46 @@ def test_variants_are_chosen_by_each_micro_batchs_exposure(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "together"),
+    ("options", "generated", "updates"),
     [
-        ({"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2}, 2),
-        ({"gradient_accumulation_steps": 3, "steps_per_generation": 2}, None),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 2}, 8, [2, 2, 2, 2]),
+        ({"gradient_accumulation_steps": 3, "steps_per_generation": 2}, 2, [3, 3, 3, 3, 3, 1, 3]),
     ],
-    ids=["two updates of one generation, twice", "generations across updates"],
+    ids=["two updates of one generation, twice", "updates across generations, the epoch's last one short"],
 )
-def test_announced_is_what_is_generated_of_the_update(tmp_path, options: dict[str, int], together: int | None) -> None:
-    """Weights by hand: every token of a row has the row's advantage, and one factor is common to all (dapo, ratios near 1)."""
-    trainer = new_trainer(tmp_path, per_device_train_batch_size=GROUP, max_steps=4, **options)
+def test_announced_is_what_is_generated_of_the_update(tmp_path, options: dict[str, int], generated: int, updates: list[int]) -> None:
+    """What `expect` and `microbatch` are told, weighed by hand (dapo at ratios near 1): every token has its row's advantage, times one factor.
+
+    `generated`: micro-batches between two generations; `updates`: micro-batches of each update.
+    """
+    trainer = new_trainer(tmp_path, per_device_train_batch_size=GROUP, max_steps=len(updates), **options)
     seen = watch_inputs(trainer)
-    labels: list[str] = []
     handle = use_plan(trainer, one_pattern(trainer, micro_batches=100))
-    backward = trainer.accelerator.backward
-
-    def noted(loss, **kwargs):
-        backward(loss, **kwargs)
-        labels.extend((handle.microbatches - Counter(labels)).elements())
-
-    trainer.accelerator.backward = noted
+    announced, told, expect, microbatch = [], [], handle.expect, handle.microbatch
+    handle.expect = lambda weights: (announced.append(weights), expect(weights))
+    handle.microbatch = lambda **known: (told.append(known), microbatch(**known))
     trainer.train()
-    weights = [float((each["completion_mask"].sum(1) * each["advantages"].double() ** 2).sum() / float(each["num_items_in_batch"]) ** 2) for each in seen]
-    if together is not None:
-        expected = served(weights, together=together)
-    else:  # of updates of 3 from generations of 2: 0 1 | 2, 3 | 4 5, ...
-        expected = [label for start, stop in ((0, 2), (2, 3), (3, 4), (4, 6), (6, 8), (8, 9), (9, 10), (10, 12)) for label in served(weights[start:stop], together=stop - start)]
-    assert labels == expected
-    assert set(labels) == {LOW.label, HIGH.label}
+    shares = [1 / count for count in updates for _ in range(count)]
+    weights = [float((each["completion_mask"].sum(1) * each["advantages"].double() ** 2).sum() * (options["steps_per_generation"] * share / float(each["num_items_in_batch"])) ** 2) for each, share in zip(seen, shares, strict=True)]
+    chunks = chunks_of(updates, generated=generated)
+    assert [len(chunk) for chunk in announced] == [len(chunk) for chunk in chunks]
+    assert [weight for chunk in announced for weight in chunk] == pytest.approx(weights, rel=1e-5)
+    assert [known["exposure"] for known in told] == pytest.approx(weights, rel=1e-5)
+    assert [(known["tokens"], known["length"]) for known in told] == [(GROUP * columns, columns) for columns in (each["prompt_ids"].shape[1] + each["completion_ids"].shape[1] for each in seen)]
+    assert handle.microbatches == Counter(label for chunk in chunks for label in served(weights[chunk.start : chunk.stop], together=len(chunk)))
+    assert len(handle.microbatches) == 2
+
+
+def chunks_of(updates: list[int], *, generated: int) -> list[range]:
+    """Numbers of the micro-batches that are announced at once: those of an update, up to the next generation."""
+    chunks, at = [], 0
+    for count in updates:
+        end = at + count
+        while at < end:
+            stop = min(end, (at // generated + 1) * generated)
+            chunks.append(range(at, stop))
+            at = stop
+    return chunks
 
 
 @pytest.fixture(scope="module")
