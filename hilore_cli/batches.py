@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from hilore_cli import exposure as losses
-from hilore_cli.errors import HiloreError, ProfileError, UsageError
+from hilore_cli.errors import HiloreError, ProfileError, UsageError, first_line
 from hilore_cli.exposure import Loss, LossInputs, Readiness, TrlLoss
-from hilore_cli.schema import ExposureRule, write_atomic
+from hilore_cli.files import write_atomic
+from hilore_cli.schema import ExposureRule
 
 Layout = Literal["padded", "positions", "packed"]
 LAYOUTS = ("padded", "positions", "packed")
@@ -300,7 +301,7 @@ def load_micro_batch(path: str | Path) -> MicroBatch:
     try:
         table = pq.read_table(path, partitioning=None)
     except (pa.ArrowException, OSError) as error:
-        raise ProfileError(f"micro-batch {path}: is damaged ({str(error).splitlines()[0]}); record it again") from error
+        raise ProfileError(f"micro-batch {path}: is damaged ({first_line(error)}); record it again") from error
     header = _read_header(path, table.schema)
     expected = {f.name: f.type for f in COLUMNS} | {name: FLOATS for name in (*PER_TOKEN, "reward") if name in table.schema.names}
     expected |= {"reward": pa.float32()} if "reward" in expected else {}
@@ -505,7 +506,7 @@ def _from_table(table: pa.Table, header: dict[str, Any]) -> MicroBatch:
 def _read_header(path: Path, schema: pa.Schema) -> dict[str, Any]:
     raw = (schema.metadata or {}).get(HEADER_KEY)
     if raw is None:
-        raise ProfileError(f"micro-batch {path}: is a Parquet file that hilore did not write; record one with: hilore rollout, or hilore capture")
+        raise ProfileError(f"micro-batch {path}: is a Parquet file that holds no micro-batch of hilore's (a report's is read by pandas; hilore show takes its JSON file); record one with: hilore rollout, or hilore capture")
     try:
         header = json.loads(raw, parse_constant=_refuse_constant)
     except ValueError as error:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from math import comb
 from statistics import median
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,22 +44,49 @@ SMALLEST_ERROR = 1e-300
 
 
 def apply_plan(model: nn.Module, plan: Plan, batches: Sequence[MicroBatch], *, heldout: Sequence[MicroBatch] = (), emit_anyway: bool, progress: Progress, name: str | None = None) -> FrozenPlan:
-    """Bind a plan to a model: check the fingerprint, run one update under it, compare with the prediction, freeze.
+    """Bind a plan to a model: check the fingerprint, run one update under it (`dry_run`), compare with the prediction, freeze.
 
-    The peak is measured on `batches`, the micro-batches of one update; the gradient error of all together on `heldout` when
-    there are any. Raises PlanMismatchError with the figures when the dry run misses the cap or the risk budget, unless
-    `emit_anyway`.
+    Raises PlanMismatchError with the figures when the dry run misses the cap or the risk budget, unless `emit_anyway`.
     """
     check_identity(model_identity(model, source=plan.model.source), plan.model, name=plan.name)
-    fqns = [fqn for fqn, _ in decoder_layers(model)]
+    measured, noise = dry_run(model, plan, batches, heldout=heldout, progress=progress)
+    if not emit_anyway:
+        whole = len(heldout or batches) >= plan.update.micro_batches or len(plan.variants) == 1
+        _refuse_miss(plan, measured, allowed=2 * noise + (plan.budgets.risk if whole else max(variant.risk for variant in plan.variants)))
+    return freeze(
+        FrozenPlan(
+            name=name or plan.name,
+            plan_digest=digest_of(plan),
+            model=plan.model,
+            batch=plan.batch,
+            sources=plan.sources,
+            estimate=plan.estimate,
+            graph_digests=plan.graph_digests,
+            head=plan.head,
+            budgets=plan.budgets,
+            patterns=plan.patterns,
+            layer_fqns=[fqn for fqn, _ in decoder_layers(model)],
+            fallback=plan.fallback,
+            variants=_bare(plan.variants),
+            micro_batches=plan.update.micro_batches,
+            predicted=plan.predicted,
+            update=plan.update,
+            measured=measured,
+        )
+    )
+
+
+def dry_run(model: nn.Module, plan: Plan | FrozenPlan, batches: Sequence[MicroBatch], *, heldout: Sequence[MicroBatch] = (), progress: Progress) -> tuple[Measurement, float]:
+    """One update under a plan: its peak on `batches`, the micro-batches of one update; the gradient error of all together on
+    `heldout` when there are any. With the relative difference of exact gradients from one time to the next (0 on a CPU).
+    """
     judges = list(heldout) or list(batches)
     require_gradient(judges)
     for batch in (*batches, *judges):
         batch.validate()
         check_size(plan.name, plan.variants, batch)
     bench = Workbench(model, batches, GrpoConfig(head=plan.head))
-    variants = [Variant(**variant.model_dump(include=set(Variant.model_fields))) for variant in plan.variants]
-    bench.add_plan("plan", plan.patterns, variants, fallback=plan.fallback, graph_digests=plan.graph_digests, micro_batches=plan.update.micro_batches, rule=plan.budgets.exposure_rule)
+    bench.add_plan("plan", plan.patterns, _bare(plan.variants), fallback=plan.fallback, graph_digests=plan.graph_digests, micro_batches=plan.update.micro_batches, rule=plan.budgets.exposure_rule)
     progress("dry run: gradients", 0, 3)
     bench.batches = judges
     exact = bench.gradients_by("gc")
@@ -71,30 +99,12 @@ def apply_plan(model: nn.Module, plan: Plan, batches: Sequence[MicroBatch], *, h
     progress("dry run: peak of checkpointing", 2, 3)
     profiled = plan.batch.digest in {batch_identity(batch, source="", task="").digest for batch in batches}
     gc_peak = plan.predicted.gc_peak_bytes if profiled else bench.peak_bytes("gc")  # the profile measured it on its largest micro-batch
-    measured = Measurement(peak_bytes=peak, gc_peak_bytes=gc_peak, rel_error=error, batch_digest=update_digest(judges), date=_today())
-    if not emit_anyway:
-        whole = len(judges) >= plan.update.micro_batches or len(variants) == 1
-        _refuse_miss(plan, measured, allowed=2 * noise + (plan.budgets.risk if whole else max(variant.risk for variant in plan.variants)))
-    return freeze(
-        FrozenPlan(
-            name=name or plan.name,
-            plan_digest=digest_of(plan),
-            model=plan.model,
-            batch=plan.batch,
-            sources=plan.sources,
-            graph_digests=plan.graph_digests,
-            head=plan.head,
-            budgets=plan.budgets,
-            patterns=plan.patterns,
-            layer_fqns=fqns,
-            fallback=plan.fallback,
-            variants=variants,
-            micro_batches=plan.update.micro_batches,
-            predicted=plan.predicted,
-            update=plan.update,
-            measured=measured,
-        )
-    )
+    return Measurement(peak_bytes=peak, gc_peak_bytes=gc_peak, rel_error=error, batch_digest=update_digest(judges), date=today()), noise
+
+
+def _bare(variants: Sequence[Variant]) -> list[Variant]:
+    """Without what is predicted of them."""
+    return [Variant(**variant.model_dump(include=set(Variant.model_fields))) for variant in variants]
 
 
 def run_bench(model: nn.Module, plan: FrozenPlan, batches: Sequence[tuple[str, MicroBatch]], *, repeats: int, progress: Progress, also: Sequence[str] = (), others: Mapping[str, FrozenPlan] | None = None, skip: bool = False) -> BenchReport:
@@ -107,29 +117,12 @@ def run_bench(model: nn.Module, plan: FrozenPlan, batches: Sequence[tuple[str, M
     require_gradient([batch for _, batch in batches])
     plans = {"plan": plan, **(others or {})}
     bench = Workbench(model, [batch for _, batch in batches], GrpoConfig(head=plan.head))
-    for name, one in plans.items():
-        check_identity(model_identity(model, source=one.model.source), one.model, name=one.name)
-        for batch in bench.batches:
-            batch.validate()
-            check_size(one.name, one.variants, batch)
-        bench.add_plan(name, one.patterns, one.variants, fallback=one.fallback, graph_digests=one.graph_digests, micro_batches=one.micro_batches, rule=one.budgets.exposure_rule)
+    add_plans(bench, plans)
     methods = ["none", "gc", *also, *plans, *([f"gc{SKIP}", f"plan{SKIP}"] if skip else [])]
     if skip:
         bench.skipping = skipped(bench.batches)
-    errors, peaks = {}, {}
-    exact: dict[str, Tensor] = {}
-    for position, name in enumerate(methods):
-        progress("comparing gradients", position, len(methods))
-        gradient = bench.gradients_by(name)
-        exact = exact or gradient
-        errors[name] = gradient_error(gradient, exact)
-    del exact, gradient
-    for position, name in enumerate(reversed(methods)):
-        progress("measuring peaks", position, len(methods))
-        peaks[name] = bench.peak_bytes(name)
-    samples = bench.time_updates(methods, repeats=repeats, progress=progress)
-    clock = "cpu" if bench.device.type == "cpu" and torch.get_num_threads() == 1 else "wall"
-    rows = {name: _method_row(name, samples, peak=peaks[name], error=errors[name], clock=clock) for name in methods}
+    clock = clock_of(bench.device)
+    rows = compare_methods(bench, methods, repeats=repeats, clock=clock, progress=progress)
     ours = rows["plan"]
     gain = {name: row.cpu_speedup_vs_gc if clock == "cpu" else row.speedup_vs_gc for name, row in rows.items()}
     predicted = plan.predicted
@@ -138,7 +131,7 @@ def run_bench(model: nn.Module, plan: FrozenPlan, batches: Sequence[tuple[str, M
     return BenchReport(
         plan=plan.name,
         plan_digest=plan.digest,
-        date=_today(),
+        date=today(),
         machine=describe_machine(bench.device),
         batches=[batch_identity(batch, source=source, task=str(batch.meta.get("task", ""))) for source, batch in batches],
         head=plan.head,
@@ -153,6 +146,38 @@ def run_bench(model: nn.Module, plan: FrozenPlan, batches: Sequence[tuple[str, M
         predicted=Outcome(peak_bytes=predicted.peak_bytes, step_us=step_us, rel_error=rel_error, speedup_vs_gc=gc_us / step_us),
         measured=Outcome(peak_bytes=ours.peak_bytes, step_us=ours.wall_us, rel_error=ours.rel_error, speedup_vs_gc=gain["plan"]),
     )
+
+
+def compare_methods(bench: Workbench, methods: Sequence[str], *, repeats: int, clock: str, progress: Progress) -> dict[str, MethodRow]:
+    """Gradients against those of the first method, peaks, then interleaved updates; none and gc must be among them. `clock`: of what is recovered."""
+    errors, peaks = {}, {}
+    exact: dict[str, Tensor] = {}
+    for position, name in enumerate(methods):
+        progress("comparing gradients", position, len(methods))
+        gradient = bench.gradients_by(name)
+        exact = exact or gradient
+        errors[name] = gradient_error(gradient, exact)
+    del exact, gradient
+    for position, name in enumerate(reversed(methods)):
+        progress("measuring peaks", position, len(methods))
+        peaks[name] = bench.peak_bytes(name)
+    samples = bench.time_updates(methods, repeats=repeats, progress=progress)
+    return {name: _method_row(name, samples, peak=peaks[name], error=errors[name], clock=clock) for name in methods}
+
+
+def clock_of(device: torch.device) -> Literal["wall", "cpu"]:
+    """Whose ratios are told: those of CPU time where one thread runs, which are steadier."""
+    return "cpu" if device.type == "cpu" and torch.get_num_threads() == 1 else "wall"
+
+
+def add_plans(bench: Workbench, plans: Mapping[str, FrozenPlan]) -> None:
+    """Make frozen plans methods of a bench, by the name of their row. Raises PlanMismatchError for another model, and for larger micro-batches."""
+    for name, one in plans.items():
+        check_identity(model_identity(bench.model, source=one.model.source), one.model, name=one.name)
+        for batch in bench.batches:
+            batch.validate()
+            check_size(one.name, one.variants, batch)
+        bench.add_plan(name, one.patterns, one.variants, fallback=one.fallback, graph_digests=one.graph_digests, micro_batches=one.micro_batches, rule=one.budgets.exposure_rule)
 
 
 def check_size(plan: str, variants: Sequence[Variant], micro_batch: MicroBatch) -> None:
@@ -207,7 +232,7 @@ def _refuse_miss(plan: Plan, measured: Measurement, *, allowed: float) -> None:
 
 def _method_row(name: str, samples: dict[str, list[tuple[float, float]]], *, peak: int, error: float, clock: str) -> MethodRow:
     which = 1 if clock == "cpu" else 0
-    recovered = [_recovered(gc[which], own[which], none[which]) for gc, own, none in zip(samples["gc"], samples[name], samples["none"], strict=True)]
+    recovered = [recovered_share(gc[which], own[which], none[which]) for gc, own, none in zip(samples["gc"], samples[name], samples["none"], strict=True)]
     ratios = [gc / own for (gc, _), (own, _) in zip(samples["gc"], samples[name], strict=True)]
     cpu_ratios = [gc / own for (_, gc), (_, own) in zip(samples["gc"], samples[name], strict=True)]
     low, high = paired_interval(ratios)
@@ -230,10 +255,10 @@ def _method_row(name: str, samples: dict[str, list[tuple[float, float]]], *, pea
     )
 
 
-def _recovered(gc: float, own: float, none: float) -> float:
+def recovered_share(gc: float, own: float, none: float) -> float:
     """(T_gc - T_plan) / (T_gc - T_none); 0 where checkpointing cost nothing."""
     return (gc - own) / (gc - none) if gc > none else 0.0
 
 
-def _today() -> str:
+def today() -> str:
     return datetime.now(UTC).date().isoformat()

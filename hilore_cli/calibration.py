@@ -24,6 +24,7 @@ from hilore_cli.batches import MicroBatch
 from hilore_cli.capture import INPUT_UNIT
 from hilore_cli.choice import RECOMPUTE_ALL
 from hilore_cli.grpo import relative_error
+from hilore_cli.norms import squared_norm
 from hilore_cli.schema import CalibrationPair, Kappa, LayerClass, LayerRow, Pattern, UnitRow
 from hilore_cli.workbench import Progress, Workbench
 
@@ -195,4 +196,4 @@ def halves_of(micro_batch: MicroBatch) -> tuple[MicroBatch, ...]:
 
 def gradient_norm(gradient: Mapping[str, Tensor]) -> float:
     """Euclidean norm over all parameters."""
-    return sum(float(grad.double().square().sum()) for grad in gradient.values()) ** 0.5
+    return sum(map(squared_norm, gradient.values())) ** 0.5

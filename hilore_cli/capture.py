@@ -24,7 +24,7 @@ from hilore_cli.schema import INPUT_UNIT, GraphNode, LayerClass, ModelId
 MIN_NUMEL_PER_TOKEN = 32
 """A value with fewer elements a token (log-sum-exp, rstd) gains nothing from a codec's groups: stored or recomputed."""
 
-WRITES = "the layer writes into a buffer or an input during forward; recomputing it would be wrong"
+WRITES = "the layer writes into a buffer or an input during forward, and recomputing it, here or by checkpointing, would write twice; write after the step instead, outside the layer, or train this model without a plan"
 
 LOG_SUM_EXP = "lse"
 """Of attention, one a head and token: backward takes its exponential, so that it is never compressed, however many heads there are."""
@@ -39,7 +39,7 @@ _SHORT_NAMES = {
 _OUTPUT_NAMES = {"output": "out", "logsumexp": LOG_SUM_EXP, "log_sumexp": LOG_SUM_EXP}
 _MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution", "_grouped_mm", "grouped_mm", "_scaled_mm", "sdpa"}
 _STEERING = {"topk", "sort", "argsort", "argmax", "argmin", "nonzero", "bincount", "histc", "searchsorted", "unique_dim", "_unique2", "randperm"}
-_CONFIG_NOT_IN_GRAPH = {"output_router_logits", "router_aux_loss_coef", "output_hidden_states", "output_attentions", "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "_attn_implementation", "pad_token_id", "bos_token_id", "eos_token_id"}
+_CONFIG_NOT_IN_GRAPH = {"output_router_logits", "router_aux_loss_coef", "output_hidden_states", "output_attentions", "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "_attn_implementation", "attn_implementation", "pad_token_id", "bos_token_id", "eos_token_id"}
 _COMPRESSIBLE_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 

@@ -32,6 +32,8 @@ class VariantChoice:
         self.name = name
         self.variants = list(variants)
         self.current: Variant | None = None
+        self.exact_only = False  # a guard has left the plan: every layer is recomputed
+        self.micro_batches = micro_batches
         self.served: Counter[str] = Counter()
         self.rule = rule
         self._group = group
@@ -42,12 +44,12 @@ class VariantChoice:
         self._warned: set[str] = set()
 
     def expect(self, weights: Sequence[float]) -> None:
-        most, mean = self._agree([len(weights), sum(self._checked(weight) for weight in weights) / max(len(weights), 1)])
+        most, mean = self.agree([len(weights), sum(self._checked(weight) for weight in weights) / max(len(weights), 1)])
         self._announced, self._announced_for = mean[1], int(most[0])
 
     def tell(self, *, exposure: Tensor | float | None, logps: Tensor | None, tokens: int | None, length: int | None) -> None:
         weight = self._weight(exposure, logps)
-        most, mean = self._agree([tokens or 0, length or 0, weight or 0.0, weight is None])
+        most, mean = self.agree([tokens or 0, length or 0, weight or 0.0, weight is None])
         relative = None
         if not most[3]:  # one rank that does not know makes all of them careful
             reference = self._reference(mean[2])
@@ -67,6 +69,11 @@ class VariantChoice:
         """Whether exposure matters to any variant."""
         return any(variant.max_exposure is not None for variant in self.variants)
 
+    @property
+    def label(self) -> str:
+        """Of the variant that the current micro-batch runs under."""
+        return RECOMPUTE_ALL if self.current is None else self.current.label
+
     def at_layer(self, layer: int, *, rows: int, length: int) -> Variant | None:
         """The current variant; a layer not above the last one called begins a new micro-batch."""
         if layer <= self._last_layer or self._last_layer < 0:
@@ -78,13 +85,13 @@ class VariantChoice:
         tokens, longest, exposure = self._told or (0, 0, None)
         self._told = None
         if tokens == 0 or longest == 0:
-            (tokens, longest), _ = self._agree([max(tokens, rows * length), max(longest, length)])
+            (tokens, longest), _ = self.agree([max(tokens, rows * length), max(longest, length)])
         if rows * length > tokens or length > longest:  # told too little: sizes decide about memory, so what is there counts
             self.warn_once("told", f"a micro-batch of {rows} x {length} tokens was announced as {tokens} in rows of {longest}; it runs by its real size, which other ranks may not share. Announce padded sizes")
             tokens, longest = max(tokens, rows * length), max(longest, length)
-        self.current = variant_for(self.variants, tokens=int(tokens), length=int(longest), exposure=exposure)
-        self.served[RECOMPUTE_ALL if self.current is None else self.current.label] += 1
-        if self.current is None:
+        self.current = None if self.exact_only else variant_for(self.variants, tokens=int(tokens), length=int(longest), exposure=exposure)
+        self.served[self.label] += 1
+        if self.current is None and not self.exact_only:
             largest = max(self.variants, key=lambda v: v.max_tokens)
             self.warn_once("size", f"a micro-batch of {int(tokens)} tokens in rows of {int(longest)} is above the plan's largest ({largest.max_tokens} tokens, rows of {largest.max_length or 'any length'}); every layer is recomputed for it. Profile a micro-batch of this size")
 
@@ -105,9 +112,14 @@ class VariantChoice:
             raise UsageError(f"exposure weight {weight}: must be a finite number of 0 or more; is there a NaN among the advantages or log-probabilities?")
         return weight
 
-    def _agree(self, values: list[float]) -> tuple[list[float], list[float]]:
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank to agree with."""
+        return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) < 2
+
+    def agree(self, values: list[float]) -> tuple[list[float], list[float]]:
         """Greatest and mean of each value over the ranks."""
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) < 2:
+        if self.alone:
             return values, values
         device = "cuda" if "nccl" in dist.get_backend(self._group) else "cpu"
         mine = torch.tensor(values, dtype=torch.float64, device=device)

@@ -5,6 +5,8 @@ Inner code raises the fact; the public function adds file, unit and values; the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class HiloreError(Exception):
     """Base of everything that hilore raises on purpose: the message is one line that names the thing and the remedy."""
@@ -35,7 +37,9 @@ class ProfileError(HiloreError):
 
 
 class InfeasibleError(HiloreError):
-    """No plan keeps the budgets. Carries what would be feasible (bytes, relative gradient error)."""
+    """No plan keeps the budgets. Carries what would be feasible (bytes, relative gradient error), and what is heaviest where it binds
+    (rows of the account as name and bytes).
+    """
 
     exit_code = 5
 
@@ -47,12 +51,14 @@ class InfeasibleError(HiloreError):
         least_peak_at_risk_bytes: int | None = None,
         least_risk: float | None = None,
         binding_moment: str | None = None,
+        heaviest: Sequence[tuple[str, int]] = (),
     ) -> None:
         super().__init__(message)
         self.least_peak_bytes = least_peak_bytes
         self.least_peak_at_risk_bytes = least_peak_at_risk_bytes
         self.least_risk = least_risk
         self.binding_moment = binding_moment
+        self.heaviest = tuple(heaviest)
 
 
 class PlanMismatchError(HiloreError):
@@ -71,3 +77,16 @@ class SolverError(HiloreError):
     """CBC is missing, or answered something that does not hold when it is checked."""
 
     exit_code = 8
+
+
+class CheckError(HiloreError):
+    """A check failed: committed plans or profiles that do not hold any more, or what hilore doctor found to block."""
+
+    exit_code = 9
+
+
+def first_line(error: object) -> str:
+    """Of a message that is not ours, shortened, for one of ours."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= 160 else text[:157] + "..."

@@ -35,6 +35,7 @@ from hilore_cli.batches import MicroBatch
 from hilore_cli.errors import ProfileError, UsageError
 from hilore_cli.exposure import LossInputs, Readiness
 from hilore_cli.models import text_decoder
+from hilore_cli.norms import squared_distance, squared_norm
 
 HEADS = ("full", "chunked", "one-pass")
 REPEATABLE_CUBLAS = (":4096:8", ":16:8")
@@ -164,8 +165,8 @@ def relative_error(grads: dict[str, torch.Tensor], reference: dict[str, torch.Te
     """||g - ref|| / ||ref|| over all parameters together, in float64. NaN in `grads` gives NaN."""
     if differing := sorted(set(grads) ^ set(reference)):
         raise ProfileError(f"gradients: {differing[0]} is in one set only; compare two gradients of the same model")
-    difference = sum(float((grads[name].double() - ref.double()).square().sum()) for name, ref in reference.items())
-    norm = sum(float(ref.double().square().sum()) for ref in reference.values())
+    difference = sum(squared_distance(grads[name], ref) for name, ref in reference.items())
+    norm = sum(map(squared_norm, reference.values()))
     if norm == 0:
         raise ProfileError(
             "gradients: the reference is zero, so no relative error exists; use a batch with mixed rewards"

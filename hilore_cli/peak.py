@@ -180,4 +180,4 @@ def static_bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def _unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

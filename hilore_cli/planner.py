@@ -42,6 +42,8 @@ from hilore_cli.step_planner import FEW_PATTERNS, Solution, StepPlanner
 
 SIZES = (0.4, 0.6, 0.8)
 """Of the largest micro-batch's tokens: the smaller sizes that get variants of their own, where the update has such micro-batches."""
+MAX_PATTERNS = 8
+"""Distinct patterns of a variant, unless something else is asked for."""
 CLASSES = 3
 """Exposure classes, of equally many micro-batches."""
 FEWEST = 2 * CLASSES
@@ -56,7 +58,7 @@ GRID = 4096
 """Steps of the risk budget in the choice of levels; a level's use is rounded up."""
 
 
-def solve_plan(profile: Profile, *, cap: Cap, risk: float, codecs: Sequence[str], name: str, max_patterns: int = 8, variants: bool = True, rule: ExposureRule | None = None) -> Plan:
+def solve_plan(profile: Profile, *, cap: Cap, risk: float, codecs: Sequence[str], name: str, max_patterns: int = MAX_PATTERNS, variants: bool = True, rule: ExposureRule | None = None) -> Plan:
     """The plan with the shortest predicted update under the cap and the risk budget.
 
     `variants` False: one variant for all micro-batches. `rule`: how micro-batches are weighed before their forward;
@@ -64,9 +66,7 @@ def solve_plan(profile: Profile, *, cap: Cap, risk: float, codecs: Sequence[str]
     Raises UsageError for an unknown codec or a bad budget, InfeasibleError (least peaks, least risk, binding moment),
     SolverError when CBC is missing or wrong.
     """
-    unknown = [codec for codec in codecs if codec not in profile.codecs]
-    if unknown:
-        raise UsageError(f"codec {unknown[0]!r} is not in profile {profile.name}; it has {', '.join(profile.codecs) or 'none'}")
+    check_measured(profile, codecs)
     if not (math.isfinite(risk) and risk >= 0):
         raise UsageError(f"risk must be a relative gradient error of 0 or more, such as 0.015, not {risk}")
     if max_patterns < 1:
@@ -98,8 +98,9 @@ def solve_plan(profile: Profile, *, cap: Cap, risk: float, codecs: Sequence[str]
         model=profile.model,
         batch=profile.batch,
         sources=profile.sources,
-        graph_digests=sorted({layer_class.graph_digest for layer_class in profile.classes if layer_class.graph_digest}),
-        fallback=[row.fqn for row in profile.layers if row.fallback is not None],
+        estimate=profile.estimate,
+        graph_digests=profile.graph_digests,
+        fallback=profile.fallback,
         head=profile.head,
         budgets=Budgets(mem_cap=cap.text, cap_bytes=cap_bytes, risk=risk, codecs=list(codecs), max_patterns=max_patterns, exposure_rule=rule),
         patterns=names.patterns(),
@@ -110,6 +111,12 @@ def solve_plan(profile: Profile, *, cap: Cap, risk: float, codecs: Sequence[str]
         solver=largest.record(base.solution),
         alternatives=largest.alternatives(risk=base.level, cap_bytes=cap_bytes, max_patterns=max_patterns),
     )
+
+
+def check_measured(profile: Profile, codecs: Sequence[str]) -> None:
+    """Raise UsageError for a codec that the profile has no figures of."""
+    if unknown := [codec for codec in codecs if codec not in profile.codecs]:
+        raise UsageError(f"codec {unknown[0]!r} is not in profile {profile.name}; it has {', '.join(profile.codecs) or 'none'}")
 
 
 # ------------------------------------------------------------------------------------------------------------ the update

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +31,11 @@ from hilore_cli.calibration import gradient_norm, kappas_of, try_plans
 from hilore_cli.capture import JointGraph, describe_joint, graph_digest, model_identity
 from hilore_cli.codecs import get_codec
 from hilore_cli.errors import CaptureError, ProfileError, UsageError
+from hilore_cli.files import save_profile
 from hilore_cli.grpo import GrpoConfig
 from hilore_cli.models import text_decoder
-from hilore_cli.peak import MemoryTrace, tracer_for
+from hilore_cli.norms import squared_norm
+from hilore_cli.peak import MemoryTrace
 from hilore_cli.risk import (
     GradientChange,
     LayerCall,
@@ -62,9 +63,8 @@ from hilore_cli.schema import (
     StepPeaks,
     StepTimes,
     UnitRow,
-    save_profile,
-    write_atomic,
 )
+from hilore_cli.stages import Stages, key_of
 from hilore_cli.uncaptured import (
     LeftCall,
     check_some_captured,
@@ -216,7 +216,7 @@ def measure_account(bench: Workbench, static: dict[str, int]) -> tuple[dict[str,
     hidden = _hidden_bytes(bench)
     total = sum(static.values())
     shared = max(trace.live_at("layers") - hidden, 0)
-    stored = hidden * len(bench.layers)
+    stored = max(trace.live_at("head") - shared - hidden, 0)  # the layers' inputs, and the random states that checkpointing on a CPU keeps beside them
     account = {
         **static,
         "shared_bytes": shared,
@@ -245,7 +245,7 @@ def measure_smaller_account(bench: Workbench) -> dict[str, Any] | None:
 def trace_marked_update(bench: Workbench) -> MemoryTrace:
     """One traced update with marks: layers (before the first), head, backward (of the last layer), tail, update."""
     first, last = bench.layers[0][1], bench.layers[-1][1]
-    tracer = tracer_for(bench.device)
+    tracer = bench.tracer()
     hooks = []
 
     def before_layers(_module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -433,8 +433,8 @@ def measure_layer(bench: Workbench, record: StepRecord, call: LayerCall, layer_c
             "index": call.index,
             "fqn": fqn,
             "layer_class": layer_class.name,
-            "grad_norm": sum(float(g.double().square().sum()) for g in replay.parameter_gradients()) ** 0.5,
-            "input_grad_norm": 0.0 if gradient is None else float(gradient.double().norm()),
+            "grad_norm": sum(map(squared_norm, replay.parameter_gradients())) ** 0.5,
+            "input_grad_norm": 0.0 if gradient is None else squared_norm(gradient) ** 0.5,
         }
         gain = measure_noise_gain(joint, layer_class, call, seed=request.seed + call.index)
         bottom = gain_below(bench, call.index, gradient, seed=request.seed)
@@ -516,29 +516,6 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-class Stages:
-    """Finished parts of an unfinished profile, each an atomically written JSON file; parts of another request are thrown away."""
-
-    def __init__(self, folder: Path, *, key: str) -> None:
-        self._folder = folder
-        stamp = folder / "key"
-        if folder.exists() and (not stamp.exists() or stamp.read_text() != key):
-            shutil.rmtree(folder)
-        if not folder.exists():
-            write_atomic(stamp, key.encode())
-
-    def load(self, stage: str) -> Any | None:
-        path = self._folder / f"{stage}.json"
-        return json.loads(path.read_text()) if path.exists() else None
-
-    def save(self, stage: str, content: Any) -> None:
-        write_atomic(self._folder / f"{stage}.json", json.dumps(content, allow_nan=False).encode())
-
-    def clear(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
 def _key(identity: dict[str, Any], batches: list[dict[str, Any]], request: ProfileRequest) -> str:
     versions = (torch.__version__, transformers.__version__, hilore_cli.__version__)
-    text = json.dumps([identity, batches, request.name, list(request.codecs), repr(request.config), request.seed, request.repeats, torch.get_num_threads(), versions])
-    return hashlib.sha256(text.encode()).hexdigest()
+    return key_of([identity, batches, request.name, list(request.codecs), repr(request.config), request.seed, request.repeats, torch.get_num_threads(), versions])

@@ -259,7 +259,8 @@ def measure_unit(replay: LayerReplay, unit: str, codec: str, *, token_weight: Te
     )
     figures = (result.rel_error, result.exposure_error, *(x for c in changes.values() for x in (c.parameters, c.activation)))
     if not all(math.isfinite(x) for x in figures):
-        raise ProfileError(f"unit {unit} under {codec}: the error is not finite; the unit holds values that the codec cannot carry")
+        broken = 1 - float(exact.isfinite().double().mean())
+        raise ProfileError(f"unit {unit} under {codec}: the error is not finite; {f'{broken:.2%} of the values that the unit holds are not' if broken else 'the unit holds values that the codec cannot carry'}")
     return result
 
 

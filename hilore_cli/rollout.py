@@ -68,7 +68,7 @@ def generate_rollouts(
         raise UsageError(f"rollout: {rows_per_micro_batch} rows are not whole groups of {group_size} (at least 2)")
     if not 1 <= prompts <= len(task):
         raise UsageError(f"rollout: {prompts} prompts asked of a task with {len(task)} items")
-    encoded = [(item, _encode(tokenizer, item, system_prompt)) for item in task.items[:prompts]]
+    encoded = [(item, prompt_ids(tokenizer, item, system_prompt)) for item in task.items[:prompts]]
     fitting = [(item, ids) for item, ids in encoded if max_prompt_tokens is None or len(ids) <= max_prompt_tokens]
     if not fitting:
         raise ProfileError(
@@ -131,7 +131,8 @@ def with_sampling_logps(model: PreTrainedModel, micro_batch: MicroBatch) -> Micr
     return replace(micro_batch, sampling_logps=values)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, item: Item, system_prompt: str | None) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, item: Item, system_prompt: str | None = SYSTEM_PROMPT) -> list[int]:
+    """What the model is asked, in its chat template where it has one."""
     if tokenizer.chat_template is None:
         return tokenizer(item["question"]).input_ids
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []

@@ -13,10 +13,11 @@ trains (there the layer's own forward runs), or keep a model alive. A copied, pi
 
 from __future__ import annotations
 
+import logging
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,24 @@ from torch import Tensor, fx, nn
 from torch import distributed as dist
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.utils import PushToHubMixin
 
 from hilore_cli.adapters import parameter_names, refuse_other_parameters, traceable_adapters
 from hilore_cli.capture import JointGraph, graph_digest, model_identity, sharded_modules, unit_keys
 from hilore_cli.choice import RECOMPUTE_ALL, VariantChoice
 from hilore_cli.codecs import seeded
-from hilore_cli.errors import CaptureError, HiloreError, PlanMismatchError
+from hilore_cli.errors import CaptureError, HiloreError, PlanMismatchError, UsageError
+from hilore_cli.files import load_frozen_plan
+from hilore_cli.gradient_error import LayerCall
+from hilore_cli.guard import Guard, GuardRecord, compresses
 from hilore_cli.models import decoder_layers, unwrapped
 from hilore_cli.output_capture import OutputCapture, recording_remedy
-from hilore_cli.partition import compile_layer, compiler_settings
-from hilore_cli.schema import ExposureRule, FrozenPlan, ModelId, Pattern, Variant, load_frozen_plan
+from hilore_cli.partition import RECOMPILE_LIMIT, compile_layer, compiler_settings
+from hilore_cli.replay import hidden_states_of
+from hilore_cli.schema import ExposureRule, FrozenPlan, ModelId, Pattern, Variant
+
+LOG = logging.getLogger("hilore")
 
 Runner = Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]]
 
@@ -57,7 +64,11 @@ def attach(model: nn.Module, plan: FrozenPlan, *, group: dist.ProcessGroup | Non
     """
     model = unwrapped(model)
     if not isinstance(model, (PreTrainedModel, PushToHubMixin)):
-        remedy = "shard with FSDP2 (fully_shard), which keeps the parameters that a plan is bound to" if type(model).__name__ == "FullyShardedDataParallel" else "attach to the model itself, before or after wrapping"
+        remedies = {
+            "FullyShardedDataParallel": "shard with FSDP2 (fully_shard), which keeps the parameters that a plan is bound to",
+            "DataParallel": "use DistributedDataParallel: DataParallel's copies would run the first GPU's layers",
+        }
+        remedy = remedies.get(type(model).__name__, "attach to the model itself, before or after wrapping")
         raise PlanMismatchError(f"plan {plan.name}: {type(model).__name__} is not a transformers or PEFT model; {remedy}")
     for module in sharded_modules(model):
         module.reshard()  # after a forward its parameters may still be whole, and in the dtype of a mixed-precision policy
@@ -65,7 +76,7 @@ def attach(model: nn.Module, plan: FrozenPlan, *, group: dist.ProcessGroup | Non
     fqns = [fqn for fqn, _ in decoder_layers(model)]
     if len(fqns) != len(plan.layer_fqns):
         raise PlanMismatchError(f"plan {plan.name}: made for {len(plan.layer_fqns)} decoder layers, the model has {len(fqns)}")
-    return attach_patterns(model, patterns=plan.patterns, variants=plan.variants, name=plan.name, fallback=plan.fallback, graph_digests=plan.graph_digests, micro_batches=plan.micro_batches, exposure_rule=plan.budgets.exposure_rule, group=group)
+    return attach_patterns(model, patterns=plan.patterns, variants=plan.variants, name=plan.name, fallback=plan.fallback, graph_digests=plan.graph_digests, micro_batches=plan.micro_batches, exposure_rule=plan.budgets.exposure_rule, group=group, risk=plan.budgets.risk, predicted=plan.update.rel_error)
 
 
 def check_identity(found: ModelId, expected: ModelId, *, name: str) -> None:
@@ -97,11 +108,14 @@ def attach_patterns(
     micro_batches: int = 1,
     exposure_rule: ExposureRule = "squared",
     group: dist.ProcessGroup | None = None,
+    risk: float | None = None,
+    predicted: float | None = None,
     run: Runner | None = None,
     on_split: Callable[[JointGraph], None] | None = None,
 ) -> Handle:
     """Install patterns without a fingerprint check: `attach` and the profiler build on it.
 
+    `risk` and `predicted`: the update's relative gradient error, as budgeted and as predicted (for a guard).
     `run` wraps the generated graphs and `on_split` sees each joint graph (profiler only).
     """
     layers = decoder_layers(model)
@@ -110,7 +124,7 @@ def attach_patterns(
             raise PlanMismatchError(f"plan {name}: made for {len(variant.layers)} decoder layers, the model has {len(layers)}")
     choice = VariantChoice(name=name, variants=variants, micro_batches=micro_batches, rule=exposure_rule, group=group)
     program = Program(name=name, patterns=patterns, choice=choice, capture=OutputCapture(model), graph_digests=graph_digests, run=run, on_split=on_split)
-    handle = Handle(program=program, layers=layers, fallback=fallback)
+    handle = Handle(program=program, model=model, layers=layers, fallback=fallback, risk=risk, predicted=predicted)
     handle.install()
     return handle
 
@@ -121,11 +135,14 @@ class Handle:
     A detached handle can be installed again (by `with` or `install()`) and keeps its compiled graphs.
     """
 
-    def __init__(self, *, program: Program, layers: Sequence[tuple[str, nn.Module]], fallback: Sequence[str]) -> None:
+    def __init__(self, *, program: Program, model: nn.Module, layers: Sequence[tuple[str, nn.Module]], fallback: Sequence[str], risk: float | None, predicted: float | None) -> None:
         self.program = program
+        self._model = weakref.ref(model)
+        self._risk, self._predicted = risk, predicted
         self._layers = [(fqn, weakref.ref(layer)) for fqn, layer in layers]
         self._parameters = {fqn: parameter_names(layer) for fqn, layer in layers}
         self._fallback = frozenset(fallback)
+        program.layers = self._layers
 
     def __enter__(self) -> Handle:
         self.install()
@@ -165,8 +182,29 @@ class Handle:
         """
         self.program.choice.tell(exposure=exposure, logps=logps, tokens=tokens, length=length)
 
+    def guard(self, *, every: int, budget: float | None = None, fallback: bool = True, on_measure: Callable[[GuardRecord], object] | None = None) -> Guard:
+        """Measure the true gradient error of one of every so many micro-batches, and leave the plan when it is over the budget (guard.py).
+
+        `budget`: relative gradient error of an update; by default the plan's risk. `fallback` False: only warn. `on_measure` gets each
+        GuardRecord. With torch.distributed every rank sets the same guard. Raises UsageError where a guard is set already.
+        """
+        if self.program.guard is not None:
+            raise UsageError("guard: this plan has a guard already; handle.unguard() takes it off")
+        layers = [(fqn, layer) for fqn, reference in self._layers if (layer := reference()) is not None]
+        self.program.guard = Guard(self._model(), layers=layers, choice=self.program.choice, every=every, budget=self._risk if budget is None else budget, predicted=self._predicted, fallback=fallback, on_measure=on_measure)
+        return self.program.guard
+
+    def unguard(self) -> None:
+        """Take the guard off; the plan goes on, also where the guard had left it. Calling it twice is harmless."""
+        if self.program.guard is not None:
+            self.program.guard.drop()
+            self.program.guard.reset()
+        self.program.guard = None
+
     def detach(self) -> None:
         """Give every layer its own forward back. Calling it twice is harmless."""
+        if self.program.guard is not None:
+            self.program.guard.drop()
         for _, reference in self._layers:
             layer = reference()
             if layer is not None and "_hilore" in vars(layer) and vars(layer)["_hilore"].program is self.program:
@@ -217,7 +255,10 @@ class Program:
         self.choice = choice
         self.calls: Counter[str] = Counter()
         self.splits: Counter[str] = Counter()
+        self.runs = 0
+        self.layers: Sequence[tuple[str, Callable[[], nn.Module | None]]] = ()
         self.current_layer = -1
+        self.guard: Guard | None = None
         self._layer: Callable[[], nn.Module | None] | None = None
         self._capture = capture
         self._run = run
@@ -225,36 +266,71 @@ class Program:
         self._graph_digests = frozenset(graph_digests)
         self._compiled: dict[tuple[str, type], Callable[..., Any]] = {}
 
+    def watch(self, layer: nn.Module, handle: LayerHandle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerCall | None:
+        """Tell the guard, if there is one, of a training forward that comes."""
+        return None if self.guard is None else self.guard.watch(layer, fqn=handle.fqn, index=handle.index, args=args, kwargs=kwargs)
+
     def call(self, layer: nn.Module, handle: LayerHandle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer's training forward under its pattern."""
-        hidden = args[0] if args else kwargs["hidden_states"]
+        watched = self.watch(layer, handle, args, kwargs)
+        hidden = hidden_states_of(args, kwargs)
+        if handle.index <= self.current_layer:
+            self._warn_of_replaced()
         variant = self.choice.at_layer(handle.index, rows=hidden.shape[0], length=hidden.shape[1])
         name = RECOMPUTE_ALL if variant is None else variant.layers[handle.index]
-        compiled = self._compiled_for(name, type(layer))
+        compiled, runs = self._compiled_for(name, type(layer)), self.runs
         self.current_layer = handle.index
         self._layer = weakref.ref(layer)
         try:
-            with compiler_settings(), seeded(self.calls.total()), self._capture.handed_over(layer), traceable_adapters():  # another seed for every layer and micro-batch
+            with compiler_settings(), seeded(self._seed()), self._capture.handed_over(layer), traceable_adapters():
                 output = compiled(layer, *args, **kwargs)
         except Exception as error:  # torch raises many types while it captures; what is not ours to explain goes on unchanged
             explained = _explain(error, plan=self.name, fqn=handle.fqn)
             if explained is error:
                 raise
             raise explained from error
+        finally:
+            explained = None  # its traceback holds this frame, and so all that the layers before have saved
         self.calls[name] += 1
-        if self.splits[name] == 0 and _requires_grad(output):
+        if self.runs == runs and _requires_grad(output):
             raise _ran_uncompiled(plan=self.name, fqn=handle.fqn)
+        if watched is not None:
+            watched.returned(output, compresses=compresses(self.patterns[name]))
+        _refuse_double_backward(output, plan=self.name, fqn=handle.fqn)
         return output
+
+    def call_uncaptured(self, layer: nn.Module, handle: LayerHandle, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one layer's training forward by torch's checkpoint."""
+        watched = self.watch(layer, handle, args, kwargs)
+        output = checkpoint(types.MethodType(type(layer).forward, layer), *args, use_reentrant=False, **kwargs)
+        if watched is not None:
+            watched.returned(output, compresses=False, captured=False)
+        return output
+
+    def _warn_of_replaced(self) -> None:
+        """A layer that is gone was replaced or taken out after the plan was attached; what stands there now runs without it."""
+        gone = [fqn for fqn, reference in self.layers if reference() is None]
+        if gone:
+            self.choice.warn_once("gone", f"{gone[0]} is not the layer any more that the plan was attached to, and what stands there runs without it; detach, and attach again")
+
+    def _seed(self) -> int:
+        """Another one for every layer, micro-batch and rank: what ranks round must differ, or averaging their gradients would not average it out."""
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return rank << 32 | self.calls.total() % 2**32
 
     def _compiled_for(self, name: str, layer_type: type) -> Callable[..., Any]:
         key = (name, layer_type)
         if key not in self._compiled:
-            self._compiled[key] = compile_layer(layer_type.forward, pattern=self.patterns[name], on_split=lambda joint: self._count(name, joint), run=self._run)
+            self._compiled[key] = compile_layer(layer_type.forward, pattern=self.patterns[name], on_split=lambda joint: self._count(name, joint), on_run=self._note_run, run=self._run)
         return self._compiled[key]
+
+    def _note_run(self) -> None:
+        self.runs += 1
 
     def _count(self, name: str, joint: JointGraph) -> Pattern | None:
         """Note a split; a graph that was not profiled and lacks units of the pattern is recomputed whole instead."""
         self.splits[name] += 1
+        LOG.debug("compiled: pattern %s, graph %d of it", name, self.splits[name])
         known = graph_digest(joint) in self._graph_digests
         if not known:
             layer = self._layer()
@@ -302,8 +378,12 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
     if self.training and vars(self).get("gradient_checkpointing", False):
         raise PlanMismatchError(f"{handle.fqn}: gradient checkpointing is on, which would recompute what the plan stores; set gradient_checkpointing=False (model.gradient_checkpointing_disable())")
+    if any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+        raise PlanMismatchError(f"{handle.fqn}: is given a KV cache in a training forward, which makes another graph of every layer and keeps what backward does not need; pass use_cache=False, or set model.config.use_cache = False")
+    if _inside_checkpoint():
+        raise PlanMismatchError(f"{handle.fqn}: runs inside torch's checkpoint, which would recompute what the plan stores; take the checkpointing around the layers or the model away")
     if handle.checkpointed:
-        return checkpoint(types.MethodType(type(self).forward, self), *args, use_reentrant=False, **kwargs)
+        return handle.program.call_uncaptured(self, handle, args, kwargs)
     return handle.program.call(self, handle, args, kwargs)
 
 
@@ -312,9 +392,31 @@ def _needs_backward(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return any(p.requires_grad for p in layer.parameters()) or any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs)))
 
 
+def _inside_checkpoint() -> bool:
+    """Whether somebody's torch.utils.checkpoint is running this forward: the kind with hooks by its name, the reentrant kind because it runs within backward."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch._C._current_graph_task_id() != -1 or (hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook"))
+
+
 def _requires_grad(output: Any) -> bool:
+    return next(_differentiable(output), None) is not None
+
+
+def _differentiable(output: Any) -> Iterator[Tensor]:
+    """What gradients come back through."""
     values = output if isinstance(output, (tuple, list)) else (output,)
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+    return (value for value in values if isinstance(value, Tensor) and value.requires_grad)
+
+
+def _refuse_double_backward(output: Any, *, plan: str, fqn: str) -> None:
+    """Have a backward that is to be differentiated itself (create_graph=True) end in our words before it begins; torch's compiled graphs have none."""
+
+    def refuse(_gradient: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise UsageError(f"plan {plan}: backward with create_graph=True through {fqn}, and a compiled layer has no second derivative; detach the plan for that step")
+
+    for value in _differentiable(output):
+        value.register_hook(refuse)
 
 
 def _explain(error: Exception, *, plan: str, fqn: str) -> Exception:
@@ -322,18 +424,24 @@ def _explain(error: Exception, *, plan: str, fqn: str) -> Exception:
     inner = getattr(error, "inner_exception", None) or error
     if "found no compiled frames" in str(error):  # torch 2.13 on: a plain RuntimeError with a page of skipped frames
         return _ran_uncompiled(plan=plan, fqn=fqn)
+    if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
+        return CaptureError(f"plan {plan}: {fqn} is called in more ways than torch keeps graphs for ({RECOMPILE_LIMIT}); find what changes with TORCH_LOGS=recompiles: an attribute of the layer, a hook, a mode, a precision")
     if isinstance(inner, HiloreError):
         return type(inner)(f"{fqn}: {inner}")
+    if isinstance(inner, torch.OutOfMemoryError):
+        return inner  # whoever handles it knows what to do
     if isinstance(error, (torch._dynamo.exc.TorchDynamoException,)):
-        return CaptureError(f"plan {plan}: {fqn} cannot be captured whole: {reason_of(error)}{recording_remedy(str(inner))}")
+        return CaptureError(f"plan {plan}: {fqn} cannot be captured whole: {reason_of(error)}{recording_remedy(str(inner))}; profile this model as it is now (such layers are then left to checkpointing), or detach the plan")
     return error
 
 
 def reason_of(error: BaseException) -> str:
-    """Torch's reason for a failed capture in one line: the type and first line of what it wraps."""
+    """Torch's reason for a failed capture in one line: the type and first line of what it wraps, and the exception that the layer itself raised."""
     inner = getattr(error, "inner_exception", None) or error
-    return f"{type(inner).__name__}: {(str(inner).strip().splitlines() or [''])[0]}"
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()] or [""]
+    raised = next((line for line in lines[1:] if "raised exception" in line or " got " in line), "")
+    return f"{type(inner).__name__}: {lines[0]}" + (f" ({raised.removeprefix('Developer debug context: ')})" if raised else "")
 
 
 def _ran_uncompiled(*, plan: str, fqn: str) -> CaptureError:
-    return CaptureError(f"plan {plan}: {fqn} ran without its plan (torch ran the layer uncompiled); a TorchDispatchMode or a disabled torch.compile does this: end it, or detach the plan")
+    return CaptureError(f"plan {plan}: {fqn} ran without its plan (torch ran the layer uncompiled); a TorchDispatchMode, torch.compiler.set_stance or a disabled torch.compile does this: end it, or detach the plan")

@@ -10,19 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hilore_cli.errors import HiloreError, PlanMismatchError, ProfileError
+from hilore_cli.errors import ProfileError
 
-PROFILE_VERSION = 3
-PLAN_VERSION = 3
-FROZEN_VERSION = 3
+PROFILE_VERSION = 4
+PLAN_VERSION = 4
+FROZEN_VERSION = 4
 BENCH_VERSION = 2
 CODEC_BENCH_VERSION = 1
 
@@ -245,8 +242,17 @@ class Kappa(Strict):
     coverage: float = Field(description="share of pairs below the limit that the other micro-batches give")
 
 
+class Estimate(Strict):
+    """What a profile holds that was computed without the device, and from what. Bytes and graphs are exact all the same."""
+
+    device: str = Field(description="the device model that times come from (devices.py)")
+    time_error: float | None = Field(ge=0, description="median of |computed / measured - 1| over the operators of measured profiles of that device; None: there is none to compare with")
+    relative: str = Field(description="name of the measured profile of a smaller model, whose risk and noise were scaled")
+    relative_digest: str
+
+
 class Profile(Strict):
-    """One measured GRPO update. profile.json holds all but `classes[].nodes`, `units` and `calibration`, which are Parquet tables beside it."""
+    """One GRPO update, measured, or estimated without the device. profile.json holds all but `classes[].nodes`, `units` and `calibration`, which are Parquet tables beside it."""
 
     format: Literal["hilore-profile"] = "hilore-profile"
     version: int = PROFILE_VERSION
@@ -259,6 +265,7 @@ class Profile(Strict):
     head: str
     codecs: list[str]
     seed: int
+    estimate: Estimate | None = Field(default=None, description="None: times and risk were measured")
     gradient_norm: float
     account: Account
     times: StepTimes
@@ -271,6 +278,16 @@ class Profile(Strict):
     layers: list[LayerRow]
     classes: list[LayerClass]
     units: list[UnitRow]
+
+    @property
+    def graph_digests(self) -> list[str]:
+        """Of the graphs that a plan of it is made for."""
+        return sorted({layer_class.graph_digest for layer_class in self.classes if layer_class.graph_digest})
+
+    @property
+    def fallback(self) -> list[str]:
+        """Names of the layers that are left to torch's checkpoint."""
+        return [row.fqn for row in self.layers if row.fallback is not None]
 
     def kappa(self, codec: str) -> float:
         """Raises ProfileError for a codec that was not calibrated: its risk is not known."""
@@ -295,13 +312,13 @@ class Pattern(Strict):
 class Prediction(Strict):
     """What the plan is said to do on the profiled micro-batch and machine."""
 
-    peak_bytes: int
+    peak_bytes: int = Field(gt=0)
     binding_moment: str
-    step_us: float
-    gc_us: float
-    none_us: float
-    gc_peak_bytes: int
-    none_peak_bytes: int
+    step_us: float = Field(gt=0)
+    gc_us: float = Field(gt=0)
+    none_us: float = Field(gt=0)
+    gc_peak_bytes: int = Field(gt=0)
+    none_peak_bytes: int = Field(gt=0)
     rel_error: float
     recompute_us: float
     codec_us: float
@@ -323,9 +340,9 @@ class UpdatePrediction(Strict):
     """What the variants are said to do together on the profiled update."""
 
     micro_batches: int
-    step_us: float
-    gc_us: float
-    none_us: float
+    step_us: float = Field(gt=0)
+    gc_us: float = Field(gt=0)
+    none_us: float = Field(gt=0)
     rel_error: float
 
     @property
@@ -354,8 +371,8 @@ class Alternative(Strict):
     label: str
     cap_bytes: int
     risk: float
-    peak_bytes: int
-    step_us: float
+    peak_bytes: int = Field(gt=0)
+    step_us: float = Field(gt=0)
     rel_error: float
 
 
@@ -422,6 +439,7 @@ class Plan(Strict):
     model: ModelId
     batch: BatchId = Field(description="the micro-batch that was profiled in full")
     sources: list[str] = Field(description="of the update's micro-batches, as they were given")
+    estimate: Estimate | None = Field(default=None, description="the profile's; None: it was measured")
     graph_digests: list[str] = Field(description="digests of the profiled layers' joint graphs")
     fallback: list[str] = Field(default_factory=list, description="fqns of layers that are left to torch's checkpoint")
     head: str
@@ -462,6 +480,7 @@ class FrozenPlan(Strict):
     model: ModelId
     batch: BatchId
     sources: list[str]
+    estimate: Estimate | None = Field(default=None, description="the profile's: predictions come from it, `measured` never does")
     graph_digests: list[str]
     head: str
     budgets: Budgets
@@ -605,190 +624,23 @@ class CodecBenchReport(Strict):
     products: list[ProductTimes]
 
 
-# ------------------------------------------------------------------------------------------------------- reading, writing
-
-Record = TypeVar("Record", bound=Strict)
+# --------------------------------------------------------------------------------------------------------------- digests
 
 
 def digest_of(record: Strict) -> str:
     """sha256 (16 hex digits) of a record's canonical JSON, without the fields named in its UNDIGESTED."""
-    exclude = getattr(type(record), "UNDIGESTED", None)
-    text = json.dumps(record.model_dump(mode="json", exclude=exclude), sort_keys=True, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest_of_document(digested(record))
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file so that a reader, a crash or a full disk sees the old content or the new, never a part."""
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".partial")
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise HiloreError(f"{path}: cannot be written ({error.strerror}); the old file, if any, is untouched") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+def digested(record: Strict) -> dict[str, Any]:
+    """What a record's digest covers."""
+    return record.model_dump(mode="json", exclude=getattr(type(record), "UNDIGESTED", None))
 
 
-def save_json(record: Strict, path: Path) -> None:
-    """Write a plan or frozen plan as indented JSON, atomically."""
-    write_atomic(path, (record.model_dump_json(indent=1) + "\n").encode())
-
-
-def load_plan_file(path: Path | str) -> Plan:
-    """Read plans/<name>.plan.json. Raises PlanMismatchError."""
-    return _load(Path(path), Plan, PlanMismatchError, remedy="make it again with `hilore plan`")
-
-
-def load_frozen_plan(path: Path | str) -> FrozenPlan:
-    """Read a frozen plan and check its digest. Raises PlanMismatchError."""
-    plan = _load(Path(path), FrozenPlan, PlanMismatchError, remedy="make it again with `hilore apply`")
-    if plan.digest != digest_of(plan):
-        raise PlanMismatchError(f"{path}: digest {plan.digest or '(none)'} does not match the content; a frozen plan is not edited by hand: make it again with `hilore apply`")
-    return plan
-
-
-def load_bench_report(path: Path | str) -> BenchReport:
-    """Read what `hilore bench -o` wrote. Raises PlanMismatchError."""
-    return _load(Path(path), BenchReport, PlanMismatchError, remedy="make it again with `hilore bench`")
-
-
-def load_codec_bench_report(path: Path | str) -> CodecBenchReport:
-    """Read what `hilore bench --codecs ... -o` wrote. Raises ProfileError."""
-    return _load(Path(path), CodecBenchReport, ProfileError, remedy="make it again with `hilore bench --codecs`")
+def digest_of_document(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True, allow_nan=False).encode()).hexdigest()[:16]
 
 
 def freeze(plan: FrozenPlan) -> FrozenPlan:
     """The same plan with its digest filled in."""
     return plan.model_copy(update={"digest": digest_of(plan)})
-
-
-def save_profile(profile: Profile, folder: Path) -> None:
-    """Write profiles/<name>/: profile.json and three Parquet tables that pandas reads.
-
-    The tables are named by their content and profile.json, which names them, is replaced last: at any moment the
-    folder holds one whole profile.
-    """
-    nodes = [{"layer_class": c.name, **_parquet_row(n)} for c in profile.classes for n in c.nodes]
-    units = [u.model_dump() for u in profile.units]
-    pairs = [{**pair.model_dump(), PREDICTED: math.sqrt(profile.kappa(pair.codec) * pair.predicted_rho2)} for pair in profile.calibration]
-    tables = {"nodes": _parquet_bytes(nodes), "units": _parquet_bytes(units), "calibration": _parquet_bytes(pairs)}
-    names = {key: f"{key}.{hashlib.sha256(content).hexdigest()[:8]}.parquet" for key, content in tables.items()}
-    for key, content in tables.items():
-        write_atomic(folder / names[key], content)
-    document = profile.model_dump(mode="json", exclude={"units": True, "calibration": True, "classes": {"__all__": {"nodes"}}})
-    document["tables"] = names
-    write_atomic(folder / "profile.json", (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
-    for stale in folder.glob("*.parquet"):
-        if stale.name not in names.values() and stale.name.split(".")[0] in names:
-            stale.unlink()
-
-
-def load_profile(folder: Path | str) -> Profile:
-    """Read profiles/<name>/. Raises ProfileError that names the file and what is wrong with it."""
-    folder = Path(folder)
-    path = folder / "profile.json"
-    remedy = "measure it again with `hilore profile`"
-    document = _read_document(path, ProfileError, remedy)
-    _check_version(document, Profile, path, ProfileError, remedy)
-    tables = document.pop("tables", None)
-    if not isinstance(tables, dict) or set(tables) != {"nodes", "units", "calibration"}:
-        raise ProfileError(f"{path}: key 'tables' must name the nodes, units and calibration tables; {remedy}")
-    nodes = _read_table(folder / str(tables["nodes"]), remedy)
-    document["units"] = _read_table(folder / str(tables["units"]), remedy)
-    pairs = _read_table(folder / str(tables["calibration"]), remedy)
-    document["calibration"] = [{key: value for key, value in pair.items() if key != PREDICTED} for pair in pairs]
-    try:
-        for layer_class in document["classes"]:
-            layer_class["nodes"] = [_node_of(row) for row in nodes if row["layer_class"] == layer_class["name"]]
-    except (KeyError, TypeError, ValueError) as cause:
-        raise ProfileError(f"{path}: its classes and its nodes table do not belong together ({cause!r}); {remedy}") from cause
-    return _validate(document, Profile, path, ProfileError, remedy)
-
-
-def _load(path: Path, model: type[Record], error: type[HiloreError], *, remedy: str) -> Record:
-    document = _read_document(path, error, remedy)
-    _check_version(document, model, path, error, remedy)
-    return _validate(document, model, path, error, remedy)
-
-
-def _read_document(path: Path, error: type[HiloreError], remedy: str) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(), parse_constant=_refuse_constant)
-    except FileNotFoundError:
-        raise error(f"{path}: no such file; {remedy}") from None
-    except OSError as cause:
-        raise error(f"{path}: cannot be read ({cause.strerror})") from cause
-    except ValueError as cause:
-        raise error(f"{path}: not a whole JSON document ({cause}); {remedy}") from cause
-    if not isinstance(document, dict):
-        raise error(f"{path}: a JSON object is expected, this is a {type(document).__name__}; {remedy}")
-    return document
-
-
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _check_version(document: dict[str, Any], model: type[Strict], path: Path, error: type[HiloreError], remedy: str) -> None:
-    expected_format = model.model_fields["format"].default
-    expected_version = model.model_fields["version"].default
-    if document.get("format") != expected_format:
-        hint = "; bind it first with `hilore apply`" if document.get("format") == "hilore-plan" else f"; {remedy}"
-        raise error(f"{path}: format is {document.get('format')!r}, {expected_format!r} is expected{hint}")
-    if document.get("version") != expected_version:
-        raise error(f"{path}: version {document.get('version')!r} of {expected_format}, this hilore reads version {expected_version}; {remedy}")
-
-
-def _validate(document: dict[str, Any], model: type[Record], path: Path, error: type[HiloreError], remedy: str) -> Record:
-    try:
-        return model.model_validate_json(json.dumps(document, allow_nan=False), strict=True)
-    except ValidationError as cause:
-        first = cause.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise error(f"{path}: {where}: {first['msg']}; {remedy}") from cause
-    except ValueError as cause:
-        raise error(f"{path}: {cause}; {remedy}") from cause
-
-
-def _parquet_row(node: GraphNode) -> dict[str, Any]:
-    row = node.model_dump()
-    row["nbytes_terms"] = json.dumps(row["nbytes_terms"], sort_keys=True)
-    return row
-
-
-def _node_of(row: dict[str, Any]) -> dict[str, Any]:
-    node = {key: value for key, value in row.items() if key != "layer_class"}
-    return node | {"nbytes_terms": json.loads(node["nbytes_terms"])}
-
-
-def _parquet_bytes(rows: list[dict[str, Any]]) -> bytes:
-    import pyarrow  # kept out of training's import time: only profiles are tables
-    import pyarrow.parquet
-
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), sink)
-    return sink.getvalue().to_pybytes()
-
-
-def _read_table(path: Path, remedy: str) -> list[dict[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except FileNotFoundError:
-        raise ProfileError(f"{path}: no such file; {remedy}") from None
-    except (OSError, pyarrow.ArrowException) as cause:
-        raise ProfileError(f"{path}: not a readable Parquet table ({cause}); {remedy}") from cause
-    for row in rows:
-        for key, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ProfileError(f"{path}: column {key} holds {value}; {remedy}")
-    return rows

@@ -47,6 +47,8 @@ from hilore_cli.timeline import LayerTimeline, class_of_layer, combine_layers, f
 GAP_OF_STEP = 1e-3
 NEGLIGIBLE_OF_STEP = 1e-6
 RESOLVES = 3
+HEAVIEST = 3
+"""Rows of the account that an infeasible answer names."""
 FEW_PATTERNS = 4
 """Each distinct pattern is compiled in the first training step (seconds): fewer are taken when they cost next to nothing; up to so many are tried."""
 
@@ -308,15 +310,17 @@ class StepPlanner:
         least = self.assign(cap_bytes=None, budget=None, max_patterns=max_patterns, minimise="peak")
         at_risk = self.assign(cap_bytes=None, budget=budget, max_patterns=max_patterns, minimise="peak")
         less_risk = self.assign(cap_bytes=cap_bytes, budget=None, max_patterns=max_patterns, minimise="risk")
-        moment = combine_layers(self.profile, self.timelines_of(at_risk)).binding_moment
+        peak = combine_layers(self.profile, self.timelines_of(at_risk))
+        heaviest = [(row.label, row.nbytes) for row in sorted(peak.account, key=lambda row: -row.nbytes) if row.nbytes][:HEAVIEST]
+        named = ", ".join(f"{label} {format_bytes(nbytes)}" for label, nbytes in heaviest)
         least_risk = None if less_risk is None else math.sqrt(less_risk.rho2)
-        parts = [f"no plan keeps {format_bytes(cap_bytes)} at risk {risk:g}", f"least feasible peak at this risk: {format_bytes(at_risk.peak_bytes)} ({at_risk.peak_bytes} bytes), bound by the {moment}"]
+        parts = [f"no plan keeps {format_bytes(cap_bytes)} at risk {risk:g}", f"least feasible peak at this risk: {format_bytes(at_risk.peak_bytes)} ({at_risk.peak_bytes} bytes), bound by the {peak.binding_moment} ({named})"]
         if self.codecs:
             parts.append(f"at any risk: {format_bytes(least.peak_bytes)}")
             parts.append(f"least risk at this cap: {least_risk:.3g}" if least_risk is not None else "no risk makes this cap feasible")
         remedy = f"raise --mem-cap to {math.ceil(at_risk.peak_bytes / 2**20)}MiB"
         parts.append(remedy if least_risk is None else f"{remedy}, or --risk to {_round_up(least_risk):g}")
-        return InfeasibleError("; ".join(parts), least_peak_bytes=least.peak_bytes, least_peak_at_risk_bytes=at_risk.peak_bytes, least_risk=least_risk, binding_moment=moment)
+        return InfeasibleError("; ".join(parts), least_peak_bytes=least.peak_bytes, least_peak_at_risk_bytes=at_risk.peak_bytes, least_risk=least_risk, binding_moment=peak.binding_moment, heaviest=heaviest)
 
     # ------------------------------------------------------------------------------------------------------------ plan
 
@@ -328,8 +332,12 @@ class StepPlanner:
         return [self.timeline(i, actions) for i, actions in enumerate(self.actions_of(assignment))]
 
     def predict(self, assignment: Assignment) -> Prediction:
-        step = combine_layers(self.profile, self.timelines_of(assignment))
-        costs = [self.codec_cost(i, actions) for i, actions in enumerate(self.actions_of(assignment))]
+        return self.predict_actions(self.actions_of(assignment))
+
+    def predict_actions(self, layers: Sequence[Actions]) -> Prediction:
+        """Exact figures of any actions, one for each layer."""
+        step = combine_layers(self.profile, [self.timeline(i, actions) for i, actions in enumerate(layers)])
+        costs = [self.codec_cost(i, actions) for i, actions in enumerate(layers)]
         codec_us = sum(us for us, _ in costs)
         times, peaks = self.profile.times, self.profile.peaks
         return Prediction(

@@ -44,10 +44,26 @@ class LayerTimeline:
 
 @dataclass(frozen=True, kw_only=True)
 class AccountRow:
-    """One line of the account at the peak."""
+    """One line of the account."""
 
     label: str
     nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMoment:
+    """What is live at one moment of a step: `account` sums to the bytes of that moment."""
+
+    name: str
+    account: tuple[AccountRow, ...]
+    kept_bytes: int
+    """stored by the layers below the one at work; at the loss head by all of them"""
+    compressed_bytes: int
+    """payload bytes within kept_bytes"""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self.account)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,31 +125,44 @@ def simulate_step(profile: Profile, patterns_of_layers: Sequence[Pattern]) -> St
 
 
 def combine_layers(profile: Profile, layers: Sequence[LayerTimeline]) -> StepTimeline:
-    """Put simulated layers one after the other: forward of each, the loss head, backward of each, the embedding, the update."""
-    account = profile.account
-    base = (AccountRow(label="weights", nbytes=account.weights_bytes), AccountRow(label="gradients", nbytes=account.gradients_bytes), AccountRow(label="optimizer state", nbytes=account.optimizer_bytes), AccountRow(label="workspaces", nbytes=account.workspace_bytes))
-    shared = (*base, AccountRow(label="shared inputs", nbytes=account.shared_bytes))
-    before = [0]
-    for layer in layers:
-        before.append(before[-1] + layer.stored_bytes)
-    moments = []
-    for kind, peak_of in (("forward", _forward_of), ("backward", _backward_of)):
-        for i, layer in enumerate(layers):
-            rows = (*shared, AccountRow(label=f"stored by layers below {i}", nbytes=before[i]), AccountRow(label=f"layer {i} in {kind}", nbytes=peak_of(layer)))
-            moments.append((f"{kind} of layer {i}", rows))
-    head = (*shared, AccountRow(label="stored by all layers", nbytes=before[-1]), AccountRow(label="loss head", nbytes=account.head_bytes))
-    moments.insert(len(layers), ("loss head", head))
-    moments.append(("embedding backward", (*shared, AccountRow(label="embedding gradient", nbytes=account.tail_bytes))))
-    moments.append(("optimizer step", (*base, AccountRow(label="clipping and update", nbytes=account.update_bytes))))
-    name, rows = max(moments, key=lambda moment: sum(row.nbytes for row in moment[1]))
+    """Put simulated layers one after the other, and take the moment at which most is live."""
+    peak = max(step_moments(profile, layers), key=lambda moment: moment.nbytes)
     return StepTimeline(
-        peak_bytes=sum(row.nbytes for row in rows),
-        binding_moment=name,
-        account=rows,
-        stored_bytes=before[-1],
+        peak_bytes=peak.nbytes,
+        binding_moment=peak.name,
+        account=peak.account,
+        stored_bytes=sum(layer.stored_bytes for layer in layers),
         compressed_bytes=sum(layer.compressed_bytes for layer in layers),
         recompute_us=sum(layer.recompute_us for layer in layers),
     )
+
+
+def step_moments(profile: Profile, layers: Sequence[LayerTimeline]) -> list[StepMoment]:
+    """A step in the order in which it runs: forward of each layer, the loss head, backward of each layer, the embedding, the update."""
+    account = profile.account
+    base = (AccountRow(label="weights", nbytes=account.weights_bytes), AccountRow(label="gradients", nbytes=account.gradients_bytes), AccountRow(label="optimizer state", nbytes=account.optimizer_bytes), AccountRow(label="workspaces", nbytes=account.workspace_bytes))
+    shared = (*base, AccountRow(label="shared inputs", nbytes=account.shared_bytes))
+    before, packed = [0], [0]
+    for layer in layers:
+        before.append(before[-1] + layer.stored_bytes)
+        packed.append(packed[-1] + layer.compressed_bytes)
+
+    def of_layer(i: int, kind: str, peak_bytes: int) -> StepMoment:
+        rows = (*shared, AccountRow(label=f"stored by layers below {i}", nbytes=before[i]), AccountRow(label=f"layer {i} in {kind}", nbytes=peak_bytes))
+        return StepMoment(name=f"{kind} of layer {i}", account=rows, kept_bytes=before[i], compressed_bytes=packed[i])
+
+    forward = [of_layer(i, "forward", layer.forward_peak_bytes) for i, layer in enumerate(layers)]
+    backward = [of_layer(i, "backward", layer.backward_peak_bytes) for i, layer in enumerate(layers)]
+    head = (*shared, AccountRow(label="stored by all layers", nbytes=before[-1]), AccountRow(label="loss head", nbytes=account.head_bytes))
+    tail = (*shared, AccountRow(label="embedding gradient", nbytes=account.tail_bytes))
+    update = (*base, AccountRow(label="clipping and update", nbytes=account.update_bytes))
+    return [
+        *forward,
+        StepMoment(name="loss head", account=head, kept_bytes=before[-1], compressed_bytes=packed[-1]),
+        *reversed(backward),
+        StepMoment(name="embedding backward", account=tail, kept_bytes=0, compressed_bytes=0),
+        StepMoment(name="optimizer step", account=update, kept_bytes=0, compressed_bytes=0),
+    ]
 
 
 def class_of_layer(profile: Profile, layer: int) -> LayerClass | None:
@@ -402,14 +431,6 @@ class _Spans:
     def _outputs(self, node: int) -> list[int]:
         """getitem nodes of an operator with several outputs, whether or not they are in this order."""
         return [row.index for row in self.rows[node + 1 :] if _is_getitem(row) and row.inputs == [node]]
-
-
-def _forward_of(layer: LayerTimeline) -> int:
-    return layer.forward_peak_bytes
-
-
-def _backward_of(layer: LayerTimeline) -> int:
-    return layer.backward_peak_bytes
 
 
 def _no_payload(unit: str, codec: str) -> int:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from hilore_cli.errors import CaptureError, MutatingLayerError
+from hilore_cli.norms import squared_norm
 from hilore_cli.peak import tracer_for
 from hilore_cli.risk import NoiseGain, time_us
 from hilore_cli.runtime import Handle, forward, reason_of
@@ -51,11 +52,11 @@ class LayerBackward:
 
     @property
     def parameters_norm2(self) -> float:
-        return sum(float(g.double().square().sum()) for g in self.parameters)
+        return sum(map(squared_norm, self.parameters))
 
     @property
     def activation_norm2(self) -> float:
-        return 0.0 if self.activation is None else float(self.activation.double().square().sum())
+        return 0.0 if self.activation is None else squared_norm(self.activation)
 
 
 # -------------------------------------------------------------------------------------------------------------- finding
@@ -136,7 +137,7 @@ def eager_noise_gain(layer: nn.Module, call: LeftCall, *, seed: int) -> NoiseGai
     """What risk.measure_noise_gain measures on a graph: multiplicative noise through the layer's own backward."""
     generator = torch.Generator(device=call.tangent.device).manual_seed(seed)
     noise = call.tangent * torch.randn(call.tangent.shape, generator=generator, dtype=torch.float32, device=call.tangent.device).to(call.tangent.dtype)
-    norm2 = float(noise.double().square().sum())
+    norm2 = squared_norm(noise)
     if norm2 == 0:
         return NoiseGain(parameters=0.0, activation=0.0)
     result = run_backward(layer, call, tangent=noise)

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import CheckpointError
 
 from hilore_cli.batches import MicroBatch
 from hilore_cli.capture import JointGraph
-from hilore_cli.errors import ProfileError, UsageError
+from hilore_cli.errors import ProfileError, UsageError, first_line
 from hilore_cli.grpo import BeforeForward, GrpoConfig, actor_update, can_repeat, gradients, kernel_mode, make_optimizer
 from hilore_cli.models import decoder_layers, text_decoder
-from hilore_cli.peak import measure_peak, static_bytes_of, workspace_bytes
+from hilore_cli.peak import Tracer, static_bytes_of, tracer_for, workspace_bytes
 from hilore_cli.runtime import Handle, Program, attach_patterns
 from hilore_cli.schema import ExposureRule, Pattern, Variant
 
@@ -71,20 +71,13 @@ class Workbench:
         except RuntimeError as error:
             if "deterministic" not in str(error) and not isinstance(error, CheckpointError):
                 raise
-            warnings.warn(f"gradients on this GPU are not the same each time, and differ by that much where they should be equal: {str(error).splitlines()[0]}", stacklevel=2)
+            warnings.warn(f"gradients on this GPU are not the same each time, and differ by that much where they should be equal: {first_line(error)}", stacklevel=2)
             self.repeats_exactly = False
             return self.gradients()
 
     def _announce(self) -> BeforeForward | None:
         """Tell an attached plan what the update holds; what is returned tells it of each micro-batch."""
-        if self._planned is None:
-            return None
-        handle, weights = self._planned, self._weights
-        if None not in weights:
-            handle.expect(weights)
-        elif handle.program.choice.has_classes:
-            raise UsageError(f"plan {handle.program.name}: weighs micro-batches by {handle.exposure_rule}, and micro-batch {weights.index(None)} has no log-probabilities from sampling; record them, or plan with --weigh squared")
-        return lambda batch: handle.microbatch(exposure=batch.weight(handle.exposure_rule), tokens=batch.tokens, length=batch.shape[1])
+        return None if self._planned is None else announce(self._planned, self._weights)
 
     def gradients_by(self, method: str) -> dict[str, Tensor]:
         """Gradients of the micro-batch by a method; compiles what it runs."""
@@ -92,6 +85,11 @@ class Workbench:
             gradient = self.gradients()
         self._compiled.add(method)
         return gradient
+
+    def compile(self, method: str) -> None:
+        """Run a method once if it has not run here."""
+        if method not in self._compiled:
+            self.gradients_by(method)
 
     def static(self) -> dict[str, int]:
         """Bytes of weights, gradients and optimizer state, which are created here when there was no update yet, and of workspaces."""
@@ -170,11 +168,15 @@ class Workbench:
         return handle
 
     def peak_bytes(self, method: str) -> int:
-        if method not in ("none", "gc") and method not in self._compiled:
-            self.gradients_by(method)  # a trace of the first call would hold the compiler's own allocations
+        if method not in ("none", "gc"):
+            self.compile(method)  # a trace of the first call would hold the compiler's own allocations
         static = sum(self.static().values())
         with self.method(method):
-            return measure_peak(self.update, static_bytes=static, device=self.device)
+            return static + self.tracer().trace(self.update).peak_bytes
+
+    def tracer(self) -> Tracer:
+        """What counts this bench's bytes during a step."""
+        return tracer_for(self.device)
 
     def time_updates(self, methods: Sequence[str], *, repeats: int, progress: Progress) -> dict[str, list[tuple[float, float]]]:
         """Interleaved updates: method -> [(wall us, CPU us)] per repeat. Methods are compiled before, by `gradients_by`."""
@@ -185,6 +187,15 @@ class Workbench:
                 with self.method(name):
                     samples[name].append(_timed(self.update, self.device))
         return samples
+
+
+def announce(handle: Handle, weights: Sequence[float | None]) -> BeforeForward:
+    """Tell a plan what an update's micro-batches weigh; what is returned tells it of each before its forward. Raises UsageError where it needs a weight that is None."""
+    if None not in weights:
+        handle.expect(weights)
+    elif handle.program.choice.has_classes:
+        raise UsageError(f"plan {handle.program.name}: weighs micro-batches by {handle.exposure_rule}, and micro-batch {weights.index(None)} has no log-probabilities from sampling; record them, or plan with --weigh squared")
+    return lambda batch: handle.microbatch(exposure=batch.weight(handle.exposure_rule), tokens=batch.tokens, length=batch.shape[1])
 
 
 def check_vocabulary(model: nn.Module, batches: Sequence[MicroBatch]) -> None:

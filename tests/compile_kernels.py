@@ -1,7 +1,7 @@
 """Compile the codecs' kernels for GPUs that need not be here, and print as one JSON document what came out.
 
     python tests/compile_kernels.py cover                       each pair of properties once: a selection
-    python tests/compile_kernels.py all --part 1/8              every codec, dtype, tail and target; in parts, if you like
+    python tests/compile_kernels.py all --part 1/8              every codec, dtype and target, with and without a tail; in parts, if you like
 
 What is compiled is what the launcher would: `triton.py`'s own compress and decompress run on CPU tensors with a recorder in place of each kernel, which keeps
 types, alignments, compile-time arguments and options. Triton's interpreter has to be off, hence a process of its own; no GPU, driver or CUDA is needed.
@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import combinations, product
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -138,9 +139,20 @@ def compile_launch(kernel: Any, arguments: tuple[Any, ...], options: dict[str, A
 
 
 def examine_ttir(ttir: str) -> dict[str, int]:
-    """Pointer arithmetic by anything but 64 bits."""
+    """Pointer arithmetic by anything but 64 bits; bytes that a program reads and writes, as if nothing of it were masked; loops, in which they would be more."""
     offsets = re.findall(r"tt\.addptr .*, (?:tensor<[\dx]*x)?(\w+)>?(?: loc.*)?$", ttir, flags=re.MULTILINE)
-    return {"pointers": len(offsets), "narrow_pointers": sum(width != "i64" for width in offsets)}
+    return {
+        "pointers": len(offsets),
+        "narrow_pointers": sum(width != "i64" for width in offsets),
+        "read_bytes": moved_bytes(ttir, "load"),
+        "written_bytes": moved_bytes(ttir, "store"),
+        "loops": len(re.findall(r"\bscf\.(?:for|while)\b", ttir)),
+    }
+
+
+def moved_bytes(ttir: str, verb: str) -> int:
+    shapes = re.findall(rf"tt\.{verb} .* : tensor<([\dx]+)x!tt\.ptr<[a-z]+(\d+)>>", ttir)
+    return sum(prod(map(int, shape.split("x"))) * int(bits) // 8 for shape, bits in shapes)
 
 
 def examine_nvidia(compiled: Any, *, instructions: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ if not torch.cuda.is_available():
 
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hilore_cli.models import resolve_model, wheel_model_ready
+from hilore_cli import cli
+from hilore_cli.models import resolve_model
+from hilore_cli.wheel_models import wheel_model_ready
 
 TINY = {
     "vocab_size": 97,
@@ -68,3 +71,19 @@ def real_model_dir():
     if not wheel_model_ready("smollm2-135m"):
         pytest.skip("SmolLM2 weights are not in the cache folder: run `make demo`, or set HILORE_CACHE")
     return resolve_model("smollm2-135m")
+
+
+@pytest.fixture
+def here(monkeypatch, capfd, tmp_path):
+    """Run `hilore` in this process and a folder of its own: exit code, stdout, stderr."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["hilore", *arguments])
+        monkeypatch.setenv("COLUMNS", "80")
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        return exit_.value.code, *capfd.readouterr()
+
+    return run

@@ -10,6 +10,7 @@ from hilore_cli.codecs.reference import LIMIT
 
 FP32_MAX = torch.finfo(torch.float32).max
 FP16_MAX = torch.finfo(torch.float16).max
+BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
 def sample_tensors(numel: int) -> dict[str, Tensor]:
@@ -40,6 +41,7 @@ def sample_tensors(numel: int) -> dict[str, Tensor]:
         "huge": normal * 2e37,
         "near_limit": (normal * 1e38).clamp(-8e37, 8e37),
         "positive_near_max": (FP32_MAX - normal.abs() * 1e37).clamp(max=FP32_MAX),
+        "negative_near_max": (normal.abs() * 1e37 - FP32_MAX).clamp(min=-FP32_MAX),
         "near_max": (normal * 1e39).clamp(-FP32_MAX, FP32_MAX),
     }
 
@@ -77,7 +79,8 @@ def restorable(codec: object, flat: Tensor) -> tuple[Tensor, Tensor]:
     low, high = rows.amin(1), rows.amax(1)
     reach, top = high - low, torch.maximum(-low, high)
     if isinstance(codec, GroupedCodec):
-        has_to, may = reach + low.abs() * 2.0**-7 < LIMIT * (1 - 2.0**-20), reach < LIMIT
+        stored = low >= (-FP32_MAX if codec.wide else -BF16_MAX)  # rounded down to bf16 the low is still finite
+        has_to, may = stored & (reach + low.abs() * 2.0**-7 < LIMIT * (1 - 2.0**-20)), stored & (reach < LIMIT)
     elif codec.bits == 8:
         has_to, may = (reach < FP32_MAX) & (top < FP32_MAX * (1 - 2.0**-20)), reach < FP32_MAX * (1 + 2.0**-20)
     else:

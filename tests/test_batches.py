@@ -306,7 +306,7 @@ def test_damaged_and_missing_files(tmp_path):
     with pytest.raises(ProfileError, match="damaged"):
         load_micro_batch(path)
     pq.write_table(pa.table({"x": [1]}), path)
-    with pytest.raises(ProfileError, match="did not write"):
+    with pytest.raises(ProfileError, match="holds no micro-batch of hilore's"):
         load_micro_batch(path)
 
 

@@ -14,8 +14,9 @@ from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.bench import apply_plan, check_size, gradient_error, paired_interval, run_bench
 from hilore_cli.errors import PlanMismatchError, ProfileError, UsageError
 from hilore_cli.exposure import TrlLoss
+from hilore_cli.files import load_frozen_plan, save_json
 from hilore_cli.models import decoder_layers
-from hilore_cli.schema import Pattern, Variant, freeze, load_frozen_plan, save_json
+from hilore_cli.schema import Pattern, Variant, freeze
 
 PATTERNS = {"A": Pattern(actions={"mlp.gate_proj.mm": "compress:int8", "add": "store"})}
 BATCH, HELDOUT = (synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=8, completion_tokens=16, group_size=4, seed=seed) for seed in (0, 1))

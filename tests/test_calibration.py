@@ -26,8 +26,9 @@ from hilore_cli.calibration import (
 from hilore_cli.choice import RECOMPUTE_ALL
 from hilore_cli.grpo import GrpoConfig, gradients
 from hilore_cli.profiler import ProfileRequest as Request
-from hilore_cli.profiler import Stages, measure_layers, record_step
+from hilore_cli.profiler import measure_layers, record_step
 from hilore_cli.schema import CalibrationPair, LayerClass, LayerRow, UnitRow
+from hilore_cli.stages import Stages
 from hilore_cli.workbench import Workbench
 
 CODECS = ["int8", "int4"]

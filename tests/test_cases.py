@@ -1,7 +1,7 @@
 """The failures that users of others' checkpointing and compression reported, each with its id, inside a decoder layer under a plan.
 
 A toy module takes the place of the first layer's MLP; gradients are compared with the plain run's, bitwise. Ids that are not here are
-tests of the part that owns them: hk04, nu01, nu02, nu05, mm03 test_codecs.py; hk08, lc03, ag01, mm02 test_runtime.py; mm01 test_timeline.py; mm05,
+tests of the part that owns them: nu01 test_risk.py and test_codecs.py; nu02, nu05 test_codecs.py; hk04, mm03 test_codec_ops.py; hk08, lc03, ag01, mm02 test_runtime.py; mm01 test_timeline.py; mm05,
 sv03 test_planner.py; sv05 test_ilp.py; sh01 also test_distributed.py.
 """
 
@@ -16,8 +16,8 @@ from conftest import TINY, build_tiny
 from steps_for_tests import attach_each, attach_one, capture, differing, make_ids, step_gradients, step_loss
 from torch import Tensor, nn
 
-from hilore_cli.batches import require_gradient, synthetic_micro_batch
-from hilore_cli.errors import CaptureError, ProfileError
+from hilore_cli.batches import group_advantages, require_gradient, synthetic_micro_batch
+from hilore_cli.errors import CaptureError, ProfileError, UsageError
 from hilore_cli.schema import Pattern
 
 HIDDEN = TINY["hidden_size"]
@@ -74,7 +74,7 @@ def test_hk01_a_saved_value_that_is_changed_in_place_is_an_error_that_names_the_
     model = model_with(ChangedAfterUse())
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step_gradients(model, *BATCH)
-    with attach_one(model, pattern), pytest.raises(CaptureError, match=r"layers\.0 .*modified by an inplace operation"):
+    with attach_one(model, pattern), pytest.raises(CaptureError, match=r"layers\.0 .*modified by an inplace operation.*or detach the plan"):
         step_gradients(model, *BATCH)
 
 
@@ -87,14 +87,33 @@ class TimesBuffer(Linear2):
         return x * self.rollout
 
 
-@EXACT
+@pytest.mark.parametrize("pattern", [STORE, RECOMPUTE, Pattern(default="store", actions={"mlp.mm": "compress:bf16"})], ids=["store", "recompute", "compress"])
 def test_hk01_a_buffer_reused_before_backward_is_an_error(pattern: Pattern) -> None:
     model = model_with(TimesBuffer())
-    with attach_one(model, pattern):
+    with attach_each(model, [pattern, STORE]):
         loss = step_loss(model, *BATCH)
         model.model.layers[0].mlp.rollout.add_(5)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+class Transposed(Linear2):
+    """One square value and its transpose, in the same memory, are both read by backward."""
+
+    def between(self, x: Tensor) -> Tensor:
+        y = x.tanh()
+        return y @ (y.transpose(-1, -2) @ y)
+
+
+@pytest.mark.parametrize(("codec", "limit"), [("bf16", 0.004), ("int8-g32", 0.01)])
+def test_hk04_a_compressed_value_and_its_transpose_are_not_mixed_up(codec: str, limit: float) -> None:
+    model, square = model_with(Transposed()), make_ids(1, HIDDEN)
+    expected = step_gradients(model, *square)
+    with attach_each(model, [Pattern(default="store", actions={"mlp.tanh": f"compress:{codec}"}), STORE]):
+        found = step_gradients(model, *square)
+    changed = differing(found, expected)
+    assert "model.layers.0.mlp.a" in changed
+    assert all((found[name] - expected[name]).norm() <= limit * expected[name].norm() for name in changed)
 
 
 class InPlaceInside(Linear2):
@@ -154,7 +173,7 @@ class FirstTime(Linear2):
 def test_st01_a_layer_that_writes_into_buffers_is_refused_by_name(module: type[Linear2], pattern: Pattern) -> None:
     model = model_with(module())
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with attach_one(model, pattern), pytest.raises(CaptureError, match=r"layers\.0.*writes into a buffer"):
+    with attach_one(model, pattern), pytest.raises(CaptureError, match=r"layers\.0.*writes into a buffer.*train this model without a plan"):
         step_loss(model, *BATCH)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "nothing was counted"
 
@@ -245,6 +264,44 @@ def test_hk06_hk10_what_they_keep_is_seen_and_can_be_compressed(function: type[t
     assert all((found[name] - exact).norm() <= 0.05 * exact.norm() + 1e-6 for name, exact in expected.items())
 
 
+class GradientInForward(torch.autograd.Function):
+    """A loss that is fused with its own gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            y = x.detach().requires_grad_()
+            ctx.save_for_backward(*torch.autograd.grad(y.tanh().square().sum(), y))
+        return x.tanh().square()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        (kept,) = ctx.saved_tensors
+        return gradient * kept
+
+
+def test_ag01_a_gradient_taken_in_forward_is_refused_or_left_to_checkpointing() -> None:
+    model = model_with(Applied(GradientInForward))
+    expected = step_gradients(model, *BATCH)
+    with attach_one(model, STORE), pytest.raises(CaptureError, match=r"layers\.0 cannot be captured whole.*torch\.autograd\.grad.*profile this model as it is now.*or detach"):
+        step_gradients(model, *BATCH)
+    with attach_one(model, STORE) as handle:
+        handle.leave_to_checkpoint("model.layers.0")
+        assert differing(step_gradients(model, *BATCH), expected) == []
+
+
+@pytest.mark.parametrize("pattern", [STORE, RECOMPUTE, Pattern(default="store", actions={"mlp.up_proj.mm": "compress:int8"})], ids=["store", "recompute", "compress"])
+def test_ag01_a_backward_that_is_to_be_differentiated_is_refused_before_it_begins(pattern: Pattern) -> None:
+    model = build_tiny("llama")
+    with attach_one(model, pattern):
+        expected = step_gradients(model, *BATCH)
+        with pytest.raises(UsageError, match=r"create_graph=True through model\.layers\.1.*detach the plan"):
+            torch.autograd.grad(step_loss(model, *BATCH), list(model.parameters()), create_graph=True)
+        assert differing(step_gradients(model, *BATCH), expected) == []
+        found = torch.autograd.grad(step_loss(model, *BATCH), list(model.parameters()))
+    assert differing(dict(zip(expected, found, strict=True)), expected) == []
+
+
 # ---------------------------------------------------------------------------------------------------------------------- routing
 
 
@@ -327,8 +384,7 @@ def reference_pass(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-WARM = pytest.mark.parametrize("warm", [False, True], ids=["cold", "after_a_reference_pass"])
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+CASTS = pytest.mark.parametrize(("dtype", "warm"), [(torch.bfloat16, False), (torch.float16, True)], ids=["bf16-cold", "fp16-after_a_reference_pass"])
 
 
 def autocast_gradients(model: nn.Module, dtype: torch.dtype, *, warm: bool) -> dict[str, Tensor]:
@@ -337,8 +393,7 @@ def autocast_gradients(model: nn.Module, dtype: torch.dtype, *, warm: bool) -> d
         return step_gradients(model, *BATCH, autocast=dtype)
 
 
-@WARM
-@DTYPES
+@CASTS
 def test_ac02_the_dtype_of_autocast_is_that_of_the_forward(dtype: torch.dtype, warm: bool) -> None:
     model = model_with(NestedOff())
     with torch.no_grad():
@@ -350,8 +405,7 @@ def test_ac02_the_dtype_of_autocast_is_that_of_the_forward(dtype: torch.dtype, w
             assert differing(autocast_gradients(model, dtype, warm=warm), expected) == []
 
 
-@WARM
-@DTYPES
+@CASTS
 def test_ac01_a_weight_used_twice_under_autocast(dtype: torch.dtype, warm: bool) -> None:
     """Store and recompute are the same bits. Eager autocast casts the weight once and rounds the sum of its two gradients to the low
     dtype; the plan's graph casts it twice and adds in fp32, so that it is not the same bits as eager, but nearer to fp32's gradient.
@@ -398,7 +452,7 @@ def test_sh01_weights_that_are_empty_outside_their_module(pattern: Pattern) -> N
 
     hooks = [projection.register_forward_pre_hook(gather), projection.register_forward_hook(release)]
     try:
-        with attach_one(model, pattern), pytest.raises(CaptureError, match=r"layers\.1 cannot be captured whole"):
+        with attach_one(model, pattern), pytest.raises(CaptureError, match=r"layers\.1 cannot be captured whole.*or detach the plan"):
             step_gradients(model, *BATCH)
     finally:
         for hook in hooks:
@@ -408,13 +462,17 @@ def test_sh01_weights_that_are_empty_outside_their_module(pattern: Pattern) -> N
 
 @pytest.mark.parametrize("order", ["attached_first", "compiled_first"])
 def test_cm01_a_model_that_is_compiled_as_a_whole(order: str) -> None:
-    model = build_tiny("llama")
-    expected = step_gradients(model, *BATCH)
+    """With compression: the gradients are those of the plan without compiling, so that what is packed and restored is the same."""
+    model, plan = build_tiny("llama"), Pattern(actions={"mlp.up_proj.mm": "compress:int8"})
+    exact = step_gradients(model, *BATCH)
+    with attach_one(model, plan):
+        expected = step_gradients(model, *BATCH)
+    assert differing(expected, exact)
     if order == "compiled_first":
         compiled = torch.compile(model, backend="aot_eager")
-        handle = attach_one(model, RECOMPUTE)
+        handle = attach_one(model, plan)
     else:
-        handle = attach_one(model, RECOMPUTE)
+        handle = attach_one(model, plan)
         compiled = torch.compile(model, backend="aot_eager")
     with handle:
         loss = step_loss(compiled, *BATCH)
@@ -422,8 +480,8 @@ def test_cm01_a_model_that_is_compiled_as_a_whole(order: str) -> None:
     found = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     assert handle.calls["p"] == 2, "the plan ran inside the compiled model"
-    for name, exact in expected.items():
-        assert (found[name] - exact).abs().max() <= 1e-6, name
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).abs().max() <= 1e-6, name
 
 
 # --------------------------------------------------------------------------------------------------------------------------- GRPO
@@ -433,7 +491,7 @@ SHAPE = {"vocab_size": 97, "rows": 4, "prompt_tokens": 6, "completion_tokens": 8
 
 
 def test_gr01_micro_batches_without_a_gradient_are_told_apart() -> None:
-    """No loss token, all advantages zero, a NaN: each ends in one line, and none is taken for a micro-batch without risk."""
+    """No loss token, all advantages zero, a NaN, groups of one: each ends in one line, and none is taken for a micro-batch without risk."""
     from dataclasses import replace
 
     batch = synthetic_micro_batch(**SHAPE)
@@ -445,3 +503,8 @@ def test_gr01_micro_batches_without_a_gradient_are_told_apart() -> None:
     nan[batch.loss_mask.bool().nonzero()[0].unbind()] = torch.nan
     with pytest.raises(ProfileError, match="advantages"):
         replace(batch, advantages=nan).validate()
+    alone = group_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), group_size=1)
+    with pytest.raises(ProfileError, match="advantages"):  # a group's deviation from itself, over the deviation of one: not a number
+        replace(batch, advantages=alone[:, None] * batch.loss_mask).validate()
+    with pytest.raises(ProfileError, match="whole groups of 1"):
+        synthetic_micro_batch(**SHAPE | {"group_size": 1})

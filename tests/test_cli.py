@@ -20,12 +20,14 @@ import pytest
 import torch
 from conftest import build_tiny
 
-from hilore_cli import attach, cli, load_plan
+from hilore_cli import attach, cli, load_plan, malloc
 from hilore_cli.batches import save_micro_batch, synthetic_micro_batch
 from hilore_cli.captured import TRAINERS, recipe
+from hilore_cli.commands import inputs, options
 from hilore_cli.errors import PlanMismatchError, ProfileError
-from hilore_cli.report import pattern_words, ranges
-from hilore_cli.schema import Pattern, load_frozen_plan, load_profile
+from hilore_cli.files import load_frozen_plan, load_profile
+from hilore_cli.schema import Pattern
+from hilore_cli.views.plan import pattern_words, ranges
 
 VOCABULARY = 128
 TINY = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": VOCABULARY}
@@ -133,6 +135,29 @@ def test_one_variant_against_several(chain, here, tmp_path):
     assert errors["gc+skip"] < 1e-6
 
 
+@pytest.mark.slow
+def test_ablations_run_side_by_side(chain, here):
+    """Measured peaks are near the predicted ones; what is exact is bitwise; what keeps its risk when predicted keeps it when measured."""
+    folder, _ = chain
+    code, out, err = here("ablate", "profiles/tiny", "--mem-cap", "1.3x-gc", "--risk", "0.05", "--repeats", "1", "--threads", "1", "--json", folder=folder)
+    assert code == 0, err
+    report = json.loads(out)
+    rows = {row["name"]: row for row in report["rows"]}
+    assert {"plan", "exact only", "risk ignored", "greedy", "random"} <= rows.keys()
+    assert [batch["source"] for batch in report["batches"]] == [report_source(folder)]
+    for row in rows.values():
+        assert row["measured"]["peak_bytes"] == pytest.approx(row["predicted"]["peak_bytes"], rel=0.005), row["name"]  # on so small a model a few tensors of a kilobyte
+    assert rows["exact only"]["measured"]["rel_error"] == rows["random"]["measured"]["rel_error"] == 0
+    for row in rows.values():  # what a plan says of compression is what it does
+        assert (row["measured"]["rel_error"] > 0) == (row["predicted"]["compressed_bytes"] > 0), row["name"]
+    assert rows["plan"]["measured"]["rel_error"] <= 0.05
+    assert set(report["update"]) == {"exposure and size", "size alone", "one variant"}
+
+
+def report_source(folder: Path) -> str:
+    return load_profile(folder / "profiles" / "tiny").batch.source
+
+
 @pytest.mark.parametrize(
     ("file", "words"),
     [
@@ -189,7 +214,7 @@ def here(monkeypatch, capfd):
     """Run `hilore` in this process: exit code, stdout, stderr."""
 
     def run(*arguments: str, folder: Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(cli, "steady_malloc", lambda: True)
+        monkeypatch.setattr(malloc, "steady_malloc", lambda: True)
         monkeypatch.setattr(sys, "argv", ["hilore", *arguments])
         monkeypatch.chdir(folder)
         monkeypatch.setenv("COLUMNS", "80")
@@ -234,6 +259,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
         (["profile", "--model", "./tiny", "--tokens", "many"], ["--tokens", "integer"]),
         (["profile", "--model", "./nothing"], ["./nothing", "no such folder", "preset or a hub id"]),
         (["profile", "--model", "smollm2-135"], ["smollm2-135", "did you mean smollm2-135m"]),
+        (["profile", "--model", "llama-8b"], ["llama-8b", "not on this machine", "--device h100", "--device cpu"]),
         (["profile", "--model", "./tiny", "--task", "mathh"], ["mathh", "did you mean"]),
         (["profile", "--model", "./tiny", "--batch", "batch.parquet", "--codecs", "int8,int3"], ["int3", "int8"]),
         (["profile", "--model", "./tiny", "--batch", "batch.parquet", "--head", "heavy"], ["heavy", "chunked"]),
@@ -419,20 +445,20 @@ def test_newest_breaks_ties_by_name(tmp_path):
     for name in ("b", "c", "a"):
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, ns=(1, 1))
-    assert cli.newest(tmp_path, "*", PlanMismatchError, "make one").name == "c"
+    assert inputs.newest(tmp_path, "*", PlanMismatchError, "make one").name == "c"
     os.utime(tmp_path / "a", ns=(2, 2))
-    assert cli.newest(tmp_path, "*", PlanMismatchError, "make one").name == "a"
+    assert inputs.newest(tmp_path, "*", PlanMismatchError, "make one").name == "a"
 
 
 def test_names():
-    assert cli.file_safe("HuggingFaceTB/SmolLM2 135M-math") == "HuggingFaceTB-SmolLM2-135M-math"
-    assert cli.split_names("int8, int4,,int8") == ["int8", "int4"]
-    assert cli.split_names("") == []
+    assert inputs.file_safe("HuggingFaceTB/SmolLM2 135M-math") == "HuggingFaceTB-SmolLM2-135M-math"
+    assert inputs.split_names("int8, int4,,int8") == ["int8", "int4"]
+    assert inputs.split_names("") == []
 
 
 @pytest.mark.parametrize("tokens", [64, 1000, 1024, 4096, 16384])
 def test_sampled_rows_fill_about_the_tokens_asked_for(tokens):
-    room = cli.row_room(tokens, group_size=8)
+    room = inputs.row_room(tokens, group_size=8)
     filled = room["rows_per_micro_batch"] * (room["max_prompt_tokens"] + room["max_new_tokens"])
     assert room["rows_per_micro_batch"] % 8 == 0
     assert 0.9 * tokens <= filled <= tokens
@@ -440,15 +466,15 @@ def test_sampled_rows_fill_about_the_tokens_asked_for(tokens):
 
 def test_the_shipped_micro_batches_are_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = cli.load_batches([*cli.SHIPPED_BATCHES, cli.SHIPPED_HELDOUT])
-    assert [source for source, _ in found] == [*cli.SHIPPED_BATCHES, cli.SHIPPED_HELDOUT]
+    found = inputs.load_batches([*options.SHIPPED_BATCHES, options.SHIPPED_HELDOUT])
+    assert [source for source, _ in found] == [*options.SHIPPED_BATCHES, options.SHIPPED_HELDOUT]
     assert all(900 <= micro_batch.tokens <= 1200 for _, micro_batch in found)
 
 
 def test_the_shipped_micro_batches_are_in_the_wheel():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-    assert {f"hilore_cli/data/{name}" for name in (*cli.SHIPPED_BATCHES, cli.SHIPPED_HELDOUT)} <= set(included.values())
+    assert {f"hilore_cli/data/{name}" for name in (*options.SHIPPED_BATCHES, options.SHIPPED_HELDOUT)} <= set(included.values())
 
 
 def test_micro_batches_of_files_and_folders(tmp_path, monkeypatch):
@@ -459,11 +485,11 @@ def test_micro_batches_of_files_and_folders(tmp_path, monkeypatch):
     ids, mask = torch.arange(1, 9).view(2, 4), torch.tensor([[0, 0, 1, 1]] * 2)
     step = {"inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": mask, "advantages": mask * torch.tensor([[1.0], [-1.0]])}, "loss": {"trainer": "trl", "num_items_in_batch": 8}}
     torch.save({"hilore_capture": 1, "trainer": "own", "steps": [step, step]}, tmp_path / "captured.pt")
-    found = cli.load_batches(["captured.pt", "some"])
+    found = inputs.load_batches(["captured.pt", "some"])
     assert [source for source, _ in found] == ["captured.pt#0", "captured.pt#1", "some/a.parquet", "some/b.parquet"]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ProfileError, match="empty: an empty folder"):
-        cli.load_batches(["empty"])
+        inputs.load_batches(["empty"])
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from hilore_cli import cli, codec_bench
+from hilore_cli import cli, codec_bench, malloc
 from hilore_cli.codec_bench import (
     FEWEST_WIDTHS,
     LONGEST_PRODUCT_US,
@@ -29,9 +29,10 @@ from hilore_cli.codec_bench import (
     product_runs,
 )
 from hilore_cli.codecs import CODECS, compress, get_codec
-from hilore_cli.errors import ProfileError, UsageError
-from hilore_cli.report import codec_bench_view
-from hilore_cli.schema import CodecBenchReport, ProductTimes, load_codec_bench_report, save_json
+from hilore_cli.errors import PlanMismatchError, UsageError
+from hilore_cli.files import load_report, save_json
+from hilore_cli.schema import CodecBenchReport, ProductTimes
+from hilore_cli.views.bench import codec_bench_view
 
 CPU = torch.device("cpu")
 KIB = 2**10
@@ -177,6 +178,31 @@ def test_sizes_are_whole_rows_and_all_is_expanded():
     ]
 
 
+def test_a_gpu_is_kept_busy_while_calls_are_queued(monkeypatch):
+    """Else the time between two events would be that of Python launching them."""
+    order = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("event")
+
+        def synchronize(self) -> None:
+            order.append("wait")
+
+        def elapsed_time(self, end: object) -> float:
+            return 6.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "mm", lambda *_: order.append("busy"))
+    watch = object.__new__(codec_bench.Stopwatch)
+    watch._busy = None
+    assert watch._device_us(lambda: order.append("run"), calls=3) == 2000
+    assert order == ["busy", "event", "run", "run", "run", "event", "wait"]
+
+
 def test_wall_time_at_more_threads():
     torch.set_num_threads(2)
     try:
@@ -212,12 +238,12 @@ def test_view_of_a_gpu_compares_bandwidth_and_asks_no_goal_of_stochastic_codecs(
 
 def test_report_comes_back_from_its_file(measured, tmp_path):
     save_json(measured, tmp_path / "codecs.json")
-    assert load_codec_bench_report(tmp_path / "codecs.json") == measured
+    assert load_report(tmp_path / "codecs.json", CodecBenchReport, command="hilore bench --codecs") == measured
     document = json.loads((tmp_path / "codecs.json").read_text())
     document["rows"][0]["surprise"] = 1
     (tmp_path / "codecs.json").write_text(json.dumps(document))
-    with pytest.raises(ProfileError, match=r"codecs.json: rows.0.surprise.*hilore bench --codecs"):
-        load_codec_bench_report(tmp_path / "codecs.json")
+    with pytest.raises(PlanMismatchError, match=r"codecs.json: rows.0.surprise.*hilore bench --codecs"):
+        load_report(tmp_path / "codecs.json", CodecBenchReport, command="hilore bench --codecs")
     with pytest.raises(ValueError, match="2 widths have 1 times"):
         ProductTimes(dtype="float32", nbytes=1, rows=1, columns=1, widths=[1, 2], us=[1.0], fixed_us=0.0, us_per_width=1.0, largest_deviation=0.0)
 
@@ -281,7 +307,7 @@ def hilore(monkeypatch, capfd, tmp_path):
     """Run `hilore` in this process and in an empty folder: exit code, stdout, stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(cli, "steady_malloc", lambda: True)
+        monkeypatch.setattr(malloc, "steady_malloc", lambda: True)
         monkeypatch.setattr(sys, "argv", ["hilore", *arguments])
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("COLUMNS", "80")
@@ -340,5 +366,5 @@ def test_bad_arguments_are_one_line(hilore, tmp_path, arguments, words):
 def test_damaged_report_is_one_line(hilore, tmp_path):
     (tmp_path / "codecs.json").write_text('{"format": "hilore-codec-bench", "version": 99}')
     code, out, err = hilore("show", "codecs.json")
-    assert (code, out, err.count("\n")) == (4, "", 1)
+    assert (code, out, err.count("\n")) == (6, "", 1)
     assert "version 99 of hilore-codec-bench" in err

@@ -114,6 +114,45 @@ def test_hk04_a_payload_of_another_length_or_type_is_refused(name):
 
 
 @EACH_KIND
+def test_a_payload_is_read_wherever_it_lies(name):
+    """Out of a buffer at an odd byte, and strided."""
+    x = normal((300,), name)
+    payload = codecs.compress(x, name)
+    there = torch.zeros(payload.numel() + 1, dtype=torch.uint8)[1:].copy_(payload)
+    strided = torch.zeros(payload.numel(), 2, dtype=torch.uint8)[:, 0].copy_(payload)
+    expected = codecs.decompress(payload, name, dtype=x.dtype, size=(300,), stride=(1,))
+    for moved in (there, strided):
+        assert torch.equal(codecs.decompress(moved, name, dtype=x.dtype, size=(300,), stride=(1,)), expected)
+
+
+@EACH_KIND
+@pytest.mark.parametrize(("size", "stride"), [((256,), (1, 1)), ((256,), (0,)), ((-1, -256), (1, 1)), ((256,), (-1,)), ((16, 16), (1, 1))], ids=str)
+def test_a_layout_that_no_tensor_had_is_refused(name, size, stride):
+    x = normal((256,), name)
+    with pytest.raises(CodecError, match=f"{name} cannot restore size"):
+        codecs.decompress(codecs.compress(x, name), name, dtype=x.dtype, size=size, stride=stride)
+
+
+@EACH_KIND
+def test_strides_that_say_nothing_may_be_promised_as_they_like(name):
+    """Of dimensions of one element, and of empty tensors."""
+    x = normal((1, 64), name)
+    promised = torch.ops.hilore.compress.default
+    assert torch.equal(promised(x, name, (7, 1)), codecs.compress(x, name))
+    assert promised(x[:, :0], name, (3, 5)).numel() == 0
+
+
+def test_what_is_no_plain_tensor_is_refused_in_one_line():
+    nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(5)])
+    for x, words in (([1.0], "list"), (nested, "a nested tensor"), (torch.ones(64).to_sparse(), "sparse")):
+        with pytest.raises(CodecError, match=words):
+            codecs.compress(x, "int8")
+    for codec in (5, None):
+        with pytest.raises(UsageError, match="does not exist"):
+            codecs.compress(torch.ones(64), codec)
+
+
+@EACH_KIND
 def test_mm03_expanded_and_overlapping_tensors_are_refused(name):
     for x in (
         normal((1, 8), name).expand(64, 8),
@@ -319,6 +358,12 @@ def test_the_input_is_left_alone_and_not_aliased(name):
     restored.zero_()
     assert torch.equal(x, before)
     assert not restored.requires_grad
+
+
+def test_both_ops_ask_for_the_strides_that_they_were_traced_with():
+    """Else Inductor may hand them tensors in another layout, and groups run over memory."""
+    for op in (torch.ops.hilore.compress.default, torch.ops.hilore.decompress.default):
+        assert torch.Tag.needs_exact_strides in op.tags
 
 
 def test_ops_cost_little_python():

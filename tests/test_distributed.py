@@ -17,8 +17,12 @@ from conftest import build_tiny
 from distributed_steps import CASES, LARGE, SMALL, UPDATES
 from steps_for_tests import frozen_plan
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from hilore_cli.schema import Pattern, save_json
+from hilore_cli import attach
+from hilore_cli.errors import PlanMismatchError
+from hilore_cli.files import save_json
+from hilore_cli.schema import Pattern
 
 pytestmark = pytest.mark.slow
 
@@ -112,6 +116,18 @@ def test_parameters_are_never_packed(ranks, name) -> None:
 def test_detached_nothing_is_left(ranks, name) -> None:
     for rank in ranks:
         assert rank[name]["detached"] == {"calls": {}, "left": []}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_is_refused(tmp_path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = build_tiny("llama")
+        plan = frozen_plan(model, {"all": Pattern(default="store")}, ["all", "all"], max_tokens=64)
+        with pytest.raises(PlanMismatchError, match=r"FullyShardedDataParallel is not .* FSDP2 \(fully_shard\)"):
+            attach(FullyShardedDataParallel(model, device_id=torch.device("cpu")), plan)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 # --------------------------------------------------------------------------------------------------------------- accelerate

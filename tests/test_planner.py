@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 
 import pulp
@@ -10,6 +11,7 @@ import pytest
 from profiles_for_tests import MIB, chain_class, make_profile
 
 from hilore_cli import ilp
+from hilore_cli.commands.documents import infeasible_document
 from hilore_cli.errors import InfeasibleError, ProfileError, UsageError
 from hilore_cli.planner import solve_plan
 from hilore_cli.program import replayed_units
@@ -193,6 +195,19 @@ def test_infeasible_exact() -> None:
     with pytest.raises(InfeasibleError) as caught:
         plan_of(profile, cap="0.5x-gc", risk=0.0)
     assert caught.value.least_peak_at_risk_bytes <= profile.peaks.gc_bytes
+
+
+def test_infeasible_names_what_is_heaviest_where_it_binds() -> None:
+    """An exact plan of layers that are all recomputed peaks at this head: optimizer state, head and weights are known."""
+    profile = make_profile(layers=2, layer_class=chain_class(), head_bytes=700 * MIB, static_bytes=2000 * MIB)
+    with pytest.raises(InfeasibleError, match=r"bound by the loss head \(optimizer state 1000 MiB, loss head 700 MiB, weights 500 MiB\); raise") as caught:
+        plan_of(profile, cap="0.9x-gc", risk=0.0)
+    assert caught.value.heaviest == (("optimizer state", 1000 * MIB), ("loss head", 700 * MIB), ("weights", 500 * MIB))
+    stored = caught.value.least_peak_at_risk_bytes - 2700 * MIB
+    assert stored == 2 * simulate_layer(chain_class(), Pattern(), payload_bytes=lambda unit, codec: 0).stored_bytes
+    document = infeasible_document(caught.value)
+    assert document["heaviest"][0] == {"row": "optimizer state", "nbytes": 1000 * MIB}
+    assert json.loads(json.dumps(document))["binding_moment"] == "loss head"
 
 
 def test_bad_arguments_are_named() -> None:

@@ -15,9 +15,10 @@ from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.calibration import kappas_of
 from hilore_cli.errors import ProfileError
 from hilore_cli.exposure import TrlLoss, VerlLoss
+from hilore_cli.files import load_profile
 from hilore_cli.grpo import GrpoConfig, gradients
 from hilore_cli.profiler import ProfileRequest, batch_identity, profile_update, update_digest
-from hilore_cli.schema import load_profile
+from hilore_cli.stages import Stages
 
 REQUEST = ProfileRequest(name="tiny", source="tiny", task="none", sources=["a", "b"], codecs=["int8"], config=GrpoConfig(head="full"), repeats=1)
 BATCH, OTHER = (synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=8, completion_tokens=n, group_size=4, seed=seed) for seed, n in ((0, 16), (1, 12)))
@@ -126,10 +127,10 @@ def test_resumed_profile_knows_the_update(interrupted) -> None:
 def test_stages_of_another_request_are_discarded(tmp_path: Path) -> None:
     """Another seed, codec, thread count or model: parts measured for it are not mixed in. Nothing is compiled here."""
     folder = tmp_path / "unfinished"
-    profiler.Stages(folder, key="a").save("layer-0", {"x": 1.5})
-    assert profiler.Stages(folder, key="a").load("layer-0") == {"x": 1.5}
-    assert profiler.Stages(folder, key="b").load("layer-0") is None
-    assert profiler.Stages(folder, key="a").load("layer-0") is None
+    Stages(folder, key="a").save("layer-0", {"x": 1.5})
+    assert Stages(folder, key="a").load("layer-0") == {"x": 1.5}
+    assert Stages(folder, key="b").load("layer-0") is None
+    assert Stages(folder, key="a").load("layer-0") is None
     keys = {profiler._key({"m": 1}, [{"b": 1}], request) for request in (REQUEST, replace(REQUEST, seed=1), replace(REQUEST, codecs=["int4"]), replace(REQUEST, repeats=2), replace(REQUEST, config=GrpoConfig(head="chunked")), replace(REQUEST, name="other"))}
     keys |= {profiler._key({"m": 2}, [{"b": 1}], REQUEST), profiler._key({"m": 1}, [{"b": 2}], REQUEST), profiler._key({"m": 1}, [{"b": 1}, {"b": 1}], REQUEST)}
     assert len(keys) == 9
@@ -137,7 +138,7 @@ def test_stages_of_another_request_are_discarded(tmp_path: Path) -> None:
 
 
 def test_stage_with_nan_is_not_written(tmp_path: Path) -> None:
-    stages = profiler.Stages(tmp_path / "unfinished", key="a")
+    stages = Stages(tmp_path / "unfinished", key="a")
     with pytest.raises(ValueError, match="not JSON compliant"):
         stages.save("layer-0", {"x": float("nan")})
     assert stages.load("layer-0") is None

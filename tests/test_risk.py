@@ -14,11 +14,12 @@ from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.capture import describe_joint
 from hilore_cli.errors import ProfileError
 from hilore_cli.grpo import GrpoConfig, relative_error
-from hilore_cli.profiler import record_step, token_weights
+from hilore_cli.profiler import ProfileRequest, measure_layer, record_step, token_weights
 from hilore_cli.risk import (
     GradientChange,
     LayerReplay,
     NoiseGain,
+    UnitError,
     candidate_units,
     embedding_gain,
     measure_noise_gain,
@@ -226,6 +227,22 @@ def test_replay_of_a_fully_padded_row(first: Recorded) -> None:
 def test_unit_that_no_codec_can_carry_is_refused(first: Recorded) -> None:
     replay = first.replay(0)
     name = replay._unit_node["add"]
-    replay.values[name] = replay.values[name].clone().fill_(math.inf)
-    with torch.no_grad(), pytest.raises(ProfileError, match="unit add under int8: the error is not finite"):
+    replay.values[name] = replay.values[name].clone()
+    replay.values[name][0, 0] = math.inf  # one of 4 x 24 tokens
+    with torch.no_grad(), pytest.raises(ProfileError, match=r"unit add under int8: the error is not finite; 1\.04% of the values that the unit holds are not"):
         measure_unit(replay, "add", "int8", token_weight=torch.ones(4, 24, dtype=torch.float64))
+
+
+def test_nu01_a_unit_that_no_codec_can_carry_is_left_out_of_the_profile_in_words(first: Recorded, monkeypatch) -> None:
+    first.load()
+
+    def refuse(replay: LayerReplay, unit: str, codec: str, **rest: object) -> UnitError:
+        if unit == "add":
+            raise ProfileError(f"unit {unit} under {codec}: the error is not finite")
+        return measure_unit(replay, unit, codec, **rest)
+
+    monkeypatch.setattr("hilore_cli.profiler.measure_unit", refuse)
+    request = ProfileRequest(name="p", source="tiny", task="none", sources=["synthetic"], codecs=["int8"], config=GrpoConfig(head="full"))
+    with pytest.warns(UserWarning, match=r"model\.layers\.1: unit add under int8: .*it is stored or recomputed there"):
+        measured = measure_layer(first.bench, first.record, first.record.calls[1], first.layer_class, fqn="model.layers.1", request=request, weight=token_weights(first.batch))
+    assert {unit["row"]["unit"] for unit in measured["units"]} == set(candidate_units(first.layer_class)) - {"add"}

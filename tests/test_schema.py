@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -16,25 +17,35 @@ import pytest
 from profiles_for_tests import make_profile
 
 from hilore_cli.errors import HiloreError, PlanMismatchError, ProfileError
-from hilore_cli.schema import (
-    Budgets,
-    FrozenPlan,
-    Pattern,
-    Plan,
-    PlannedVariant,
-    Prediction,
-    SolverRecord,
-    UpdatePrediction,
-    Variant,
-    digest_of,
-    freeze,
+from hilore_cli.files import (
+    ADDED,
+    digests_of,
     load_frozen_plan,
     load_plan_file,
     load_profile,
     save_json,
     save_profile,
-    variant_for,
     write_atomic,
+)
+from hilore_cli.schema import (
+    FROZEN_VERSION,
+    PLAN_VERSION,
+    PROFILE_VERSION,
+    Budgets,
+    Estimate,
+    FrozenPlan,
+    Pattern,
+    Plan,
+    PlannedVariant,
+    Prediction,
+    Profile,
+    SolverRecord,
+    UpdatePrediction,
+    Variant,
+    digest_of,
+    digest_of_document,
+    freeze,
+    variant_for,
 )
 
 LAYERS = 4
@@ -221,6 +232,69 @@ def test_the_digest_covers_every_field_but_itself(frozen):
     assert digest_of(frozen) != digest_of(frozen.model_copy(update={"head": "full"}))
 
 
+# ------------------------------------------------------------------------------------------------------- older versions
+
+DATA = Path(__file__).parent / "data"
+
+
+def as_version_3(record) -> dict:
+    """What version 3 wrote: it did not know of estimates."""
+    return {key: value for key, value in record.model_dump(mode="json").items() if key != "estimate"} | {"version": 3}
+
+
+def test_files_of_version_3_are_read_as_measured(tmp_path, profile, plan, frozen):
+    save_profile(profile, tmp_path)
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "estimate"} | {"version": 3}))
+    assert load_profile(tmp_path) == profile
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(as_version_3(plan)))
+    assert load_plan_file(path) == plan
+    old = {key: value for key, value in as_version_3(frozen).items() if key != "digest"}
+    path.write_text(json.dumps(old | {"digest": digest_of_document(old)}))
+    assert load_frozen_plan(path) == frozen, "with the digest of this version"
+
+
+def test_real_files_of_version_3(tmp_path):
+    plan, frozen = load_plan_file(DATA / "plan_version_3.json"), load_frozen_plan(DATA / "frozen_version_3.json")
+    assert (plan.version, plan.estimate, frozen.estimate) == (4, None, None)
+    assert frozen.digest == digest_of(frozen)
+    assert frozen.plan_digest in digests_of(plan)[1:], "it names the plan by the digest of version 3"
+    save_json(frozen, tmp_path / "p.json")
+    assert load_frozen_plan(tmp_path / "p.json") == frozen
+
+
+@pytest.mark.parametrize("change", [{"head": "full"}, {"digest": "0" * 16}, {"estimate": None}], ids=lambda change: next(iter(change)))
+def test_an_edited_frozen_plan_of_version_3_is_refused(tmp_path, change):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(json.loads((DATA / "frozen_version_3.json").read_text()) | change))
+    with pytest.raises(PlanMismatchError, match=r"version 3 of|does not match the content"):
+        load_frozen_plan(path)
+
+
+@pytest.mark.parametrize("version", [2, 5, 4.0, True, "4", None])
+def test_versions_that_nothing_leads_from_are_refused_by_name(tmp_path, plan, version):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(as_version_3(plan) | {"version": version}))
+    with pytest.raises(PlanMismatchError, match=rf"version {version!r} of hilore-plan, this hilore reads versions 3 to 4; make it again with `hilore plan`"):
+        load_plan_file(path)
+
+
+def test_a_version_is_known_to_lead_to_the_next():
+    """Whoever raises a version says what it added, or says nothing and refuses what is older."""
+    current = {"hilore-profile": PROFILE_VERSION, "hilore-plan": PLAN_VERSION, "hilore-frozen-plan": FROZEN_VERSION}
+    models = {"hilore-profile": Profile, "hilore-plan": Plan, "hilore-frozen-plan": FrozenPlan}
+    for (kind, version), added in ADDED.items():
+        assert version <= current[kind]
+        assert added.keys() <= models[kind].model_fields.keys()
+
+
+def test_an_estimated_record_never_was_one_of_version_3(plan):
+    estimate = Estimate(device="h100", time_error=None, relative="small", relative_digest="0" * 16)
+    assert len(digests_of(plan)) == 2
+    assert digests_of(plan.model_copy(update={"estimate": estimate})) == [digest_of(plan.model_copy(update={"estimate": estimate}))]
+
+
 # ------------------------------------------------------------------------------------------------------------- variants
 
 
@@ -309,7 +383,7 @@ def test_a_full_disk_leaves_the_old_profile(tmp_path, monkeypatch, profile):
 KILLED = """
 import sys
 from pathlib import Path
-from hilore_cli.schema import write_atomic
+from hilore_cli.files import write_atomic
 path, size = Path(sys.argv[1]), 2_000_000
 print("ready", flush=True)
 while True:

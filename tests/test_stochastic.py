@@ -96,6 +96,9 @@ def test_seeded_nests_and_resets():
     assert torch.equal(outside, codecs.compress(x, "int8-sr", seed=0, stream=4))
     assert torch.equal(one, codecs.compress(x, "int8-sr", seed=1, stream=4))
     assert torch.equal(two, codecs.compress(x, "int8-sr", seed=2, stream=4))
+    with codecs.seeded(2):
+        assert torch.equal(two, codecs.compress(x, "int8-sr", stream=4))
+        assert torch.equal(one, codecs.compress(x, "int8-sr", seed=1, stream=4))
     assert len({bytes(payload.tolist()) for payload in (outside, one, two)}) == 3
 
 

@@ -34,7 +34,7 @@ from trl_for_tests import (
 from hilore_cli.errors import PlanMismatchError, ProfileError
 from hilore_cli.integrations.trl import micro_batch_of, use_plan
 from hilore_cli.models import decoder_layers
-from hilore_cli.runtime import Handle
+from hilore_cli.runtime import Handle, attach
 from hilore_cli.schema import Pattern, Variant
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -136,6 +136,20 @@ def test_training_is_bitwise_that_without_a_plan(pair_of, name: str) -> None:
     start = build_tiny(CASES[name].family)
     trained = pair.trainer.model.state_dict()
     assert CASES[name].lora or any(not torch.equal(value, trained[key]) for key, value in start.state_dict().items())
+
+
+def test_attached_before_the_trainer_is_built(pair_of, tmp_path) -> None:
+    """As in a loop of one's own: TRL takes the model as it is, and nothing announces exposures."""
+    model = build_tiny("llama")
+    layers = CASES["llama"].layers
+    plan = frozen_plan(model, {name: PATTERNS[name] for name in layers}, layers, max_tokens=10**6)
+    with attach(model, plan) as handle:
+        trainer = trainer_in(tmp_path, model=model, **TRAINED)
+        vary_lengths(trainer)
+        planned = run(trainer)
+    assert handle.calls == Counter(layers * 2 * UPDATES)
+    assert planned.log == pair_of("llama").plain.log
+    assert differing_parameters(planned, pair_of("llama").plain) == []
 
 
 @pytest.mark.parametrize("name", CASES)

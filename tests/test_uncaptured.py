@@ -15,24 +15,22 @@ from hilore_cli import attach
 from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.bench import apply_plan, run_bench
 from hilore_cli.errors import CaptureError, MutatingLayerError, PlanMismatchError
+from hilore_cli.files import load_frozen_plan, load_plan_file, load_profile, save_json
 from hilore_cli.grpo import GrpoConfig, gradients
 from hilore_cli.models import decoder_layers
 from hilore_cli.planner import solve_plan
-from hilore_cli.profiler import ProfileRequest, Stages, measure_layers, profile_update, record_step
-from hilore_cli.report import profile_view
+from hilore_cli.profiler import ProfileRequest, measure_layers, profile_update, record_step
 from hilore_cli.schema import (
     FrozenPlan,
     Pattern,
     Plan,
     Profile,
-    load_frozen_plan,
-    load_plan_file,
-    load_profile,
-    save_json,
 )
 from hilore_cli.sizes import parse_cap
+from hilore_cli.stages import Stages
 from hilore_cli.step_planner import time_scale
 from hilore_cli.timeline import simulate_step
+from hilore_cli.views.profile import profile_view
 from hilore_cli.workbench import Workbench
 
 REQUEST = ProfileRequest(name="tiny", source="tiny", task="none", sources=["a", "b"], codecs=["int8"], config=GrpoConfig(head="full"), repeats=1)

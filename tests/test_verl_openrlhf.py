@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax, pad
 
 from hilore_cli.errors import PlanMismatchError, ProfileError
+from hilore_cli.files import save_json
 from hilore_cli.integrations import openrlhf, verl
 from hilore_cli.models import decoder_layers
 from hilore_cli.runtime import Handle
-from hilore_cli.schema import Pattern, Variant, save_json
+from hilore_cli.schema import Pattern, Variant
 
 PATTERNS = {"store": Pattern(default="store"), "mixed": Pattern(actions={"mlp.gate_proj.mm": "store", "add": "store"})}
 LOW = Variant(max_tokens=400, max_exposure=0.5, layers=["store", "store"])
@@ -222,6 +223,14 @@ def test_verl_engines_that_have_no_such_model_are_refused(model, monkeypatch) ->
         verl.use_plan(FakeEngine(build_tiny("llama", tie_word_embeddings=True)), plan_for(model))
 
 
+def test_verl_loads_models_with_an_option_that_no_graph_depends_on(model) -> None:
+    """It hands attn_implementation to AutoConfig, which keeps it beside its own."""
+    loaded = build_tiny("llama")
+    loaded.config.attn_implementation = "sdpa"
+    assert "attn_implementation" in loaded.config.to_dict()
+    verl.use_plan(FakeEngine(loaded), plan_for(model)).detach()
+
+
 def test_verl_lines_of_the_docstring(model, monkeypatch, tmp_path) -> None:
     """As printed: the actor's worker takes the plan when it builds its model."""
     workers = types.ModuleType("verl.workers.engine_workers")
@@ -404,7 +413,7 @@ def test_the_fakes_are_called_as_the_real_ones() -> None:
 
 @pytest.mark.parametrize("trainer", ["verl", "openrlhf"])
 def test_the_real_ones_are_as_the_fakes(trainer) -> None:
-    """Read as text: neither can be imported without a GPU's libraries."""
+    """Read as text: importing them takes a dozen packages (test_verl_engine.py does, for verl)."""
     try:
         installed = importlib.metadata.distribution(trainer)
     except importlib.metadata.PackageNotFoundError:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from hilore_cli import exposure as losses
 from hilore_cli.batches import PER_TOKEN
-from hilore_cli.errors import ProfileError
+from hilore_cli.errors import ProfileError, first_line
 from hilore_cli.exposure import Loss
 
 IMAGES = {
@@ -65,7 +65,7 @@ def numbers(inputs: Mapping[str, Any], name: str) -> Tensor:
     try:
         value = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ProfileError(f"{name} is no table of numbers ({str(error).splitlines()[0]}); save it as a tensor") from error
+        raise ProfileError(f"{name} is no table of numbers ({first_line(error)}); save it as a tensor") from error
     if value.is_nested:
         raise ProfileError(f"{name} is jagged where a filled table is expected; save it padded")
     return value

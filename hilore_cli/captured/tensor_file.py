@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hilore_cli import exposure as losses
 from hilore_cli.batches import MicroBatch
-from hilore_cli.errors import HiloreError, ProfileError
-from hilore_cli.schema import write_atomic
+from hilore_cli.errors import HiloreError, ProfileError, first_line
+from hilore_cli.files import write_atomic
 
 KEY = "hilore"
 KIND, VERSION = "micro-batch", 1
@@ -47,7 +47,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             text = (file.metadata() or {}).get(KEY)
     except (safetensors.SafetensorError, OSError, ValueError) as error:
-        raise ProfileError(f"is damaged ({str(error).splitlines()[0]}); record it again") from error
+        raise ProfileError(f"is damaged ({first_line(error)}); record it again") from error
     if text is None:
         return tensors, None
     try:

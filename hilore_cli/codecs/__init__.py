@@ -13,6 +13,7 @@ Not done here: gradients (the ops run below autograd), any choice of what to com
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -42,6 +43,9 @@ __all__ = [
 
 MIN_NUMEL = 32  # the smallest group: below it the payload may be no smaller than the tensor
 
+LARGEST_WORD = 4
+"""Bytes: payloads are read as words of up to so many, which torch wants aligned."""
+
 _SEED: ContextVar[int] = ContextVar("hilore_seed", default=0)
 
 
@@ -62,12 +66,15 @@ def compressible(tensor: Tensor) -> bool:
     return tensor.dtype in FLOATS and tensor.layout == torch.strided and not too_small and not _is_expanded(tensor)
 
 
-def compress(x: Tensor, codec: Codec | str, *, seed: int = 0, stream: int = 0) -> Tensor:
-    """x -> uint8 [payload_bytes]. CodecError for a dtype that the codec does not take and for overlapping (expanded) tensors, whose payload could exceed
-    what it replaces. `seed` and `stream` decide how a stochastic codec rounds; torch.compile traces the others only (a stochastic op in a graph draws from `seeded`)."""
+def compress(x: Tensor, codec: Codec | str, *, seed: int | None = None, stream: int = 0) -> Tensor:
+    """x -> uint8 [payload_bytes]. CodecError for a dtype that the codec does not take and for tensors whose elements outnumber the memory that they
+    span (expanded ones), whose payload could exceed what it replaces. `seed` (None: that of the surrounding `seeded`, else 0) and `stream` decide how a
+    stochastic codec rounds; torch.compile traces neither a seed nor `seeded`: a stochastic op in a graph draws from the seed around its call."""
     name = _name(codec)
-    with seeded(seed) if CODECS[name].stochastic else nullcontext():
-        return torch.ops.hilore.compress.default(x.detach(), name, None, stream)
+    if not isinstance(x, Tensor) or x.is_nested:
+        raise CodecError(f"{name} takes plain tensors, got {'a nested tensor' if isinstance(x, Tensor) else type(x).__name__}: store it")
+    with nullcontext() if seed is None or not CODECS[name].stochastic else seeded(seed):
+        return torch.ops.hilore.compress.default(x, name, None, stream)
 
 
 def decompress(
@@ -77,13 +84,13 @@ def decompress(
     return torch.ops.hilore.decompress.default(payload, _name(codec), dtype, size, stride)
 
 
-def round_trip(x: Tensor, codec: Codec | str, *, seed: int = 0, stream: int = 0) -> Tensor:
+def round_trip(x: Tensor, codec: Codec | str, *, seed: int | None = None, stream: int = 0) -> Tensor:
     """What backward would read instead of x."""
     return decompress(compress(x, codec, seed=seed, stream=stream), codec, dtype=x.dtype, size=x.size(), stride=x.stride())
 
 
 def _name(codec: Codec | str) -> str:
-    return get_codec(codec if isinstance(codec, str) else codec.name).name
+    return get_codec(getattr(codec, "name", codec)).name
 
 
 def _kernels(codec: Codec, device: torch.device) -> ModuleType:
@@ -112,16 +119,14 @@ def _compress(x: Tensor, codec: str, stride: Sequence[int] | None = None, stream
 
 def _decompress(payload: Tensor, codec: str, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]) -> Tensor:
     spec = get_codec(codec)
-    numel = 1
-    for length in size:
-        numel *= length
+    _check_layout(codec, size, stride)
+    numel = math.prod(size)
     wanted = payload_bytes(spec, numel)
     if payload.dtype != torch.uint8 or payload.shape != (wanted,) or dtype not in spec.dtypes:
         got = f"{payload.dtype} of shape {tuple(payload.shape)}"
         raise CodecError(f"{codec} stores {dtype} {tuple(size)} in {wanted} bytes ({_dtypes(spec)} only), got {got}")
-    if numel == 0:
-        return torch.empty_strided(size, stride, dtype=dtype, device=payload.device)
-    flat = _kernels(spec, payload.device).decompress(payload.contiguous(), spec, dtype=dtype, numel=numel)
+    aligned = payload.is_contiguous() and payload.storage_offset() % LARGEST_WORD == 0
+    flat = _kernels(spec, payload.device).decompress(payload if aligned else payload.clone(memory_format=torch.contiguous_format), spec, dtype=dtype, numel=numel)
     if _is_dense(size, stride):
         return flat.as_strided(size, stride)
     return torch.empty_strided(size, stride, dtype=dtype, device=payload.device).copy_(flat.view(size))
@@ -141,18 +146,29 @@ def _fake_decompress(
     return torch.empty_strided(size, stride, dtype=dtype, device=payload.device)
 
 
+def _check_layout(codec: str, size: Sequence[int], stride: Sequence[int]) -> None:
+    """Raise CodecError for what no tensor that was compressed can have had: the elements that it restores would lie outside its memory, or on each other."""
+    elements = math.prod(size)
+    if len(size) != len(stride) or min((*size, *stride), default=0) < 0 or (elements and elements > span_of(size, stride)):
+        raise CodecError(f"{codec} cannot restore size {tuple(size)} with strides {tuple(stride)}; give those that the tensor had when it was compressed")
+
+
+def span_of(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements of memory from the first to the last of a tensor that is not empty."""
+    return 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+
+
 def _check_input(x: Tensor, codec: Codec) -> None:
     if x.dtype not in codec.dtypes:
         raise CodecError(_refusal(x, codec))
-    if not x.is_contiguous():
-        last = sum((length - 1) * step for length, step in zip(x.shape, x.stride(), strict=True))
-        if x.numel() > last + 1:
-            raise CodecError(_refusal(x, codec))
+    if not x.is_contiguous() and x.numel() > span_of(x.shape, x.stride()):
+        raise CodecError(_refusal(x, codec))
 
 
 def _refusal(x: Tensor, codec: Codec) -> str:
+    layout = f" with strides {tuple(x.stride())}" if x.layout == torch.strided else f" and layout {x.layout}"
     wanted = f"{_dtypes(codec)} tensors whose elements do not overlap in memory"
-    return f"{codec.name} takes {wanted}, got {x.dtype} of shape {tuple(x.shape)} with strides {tuple(x.stride())}: store it, or compress its base"
+    return f"{codec.name} takes {wanted}, got {x.dtype} of shape {tuple(x.shape)}{layout}: store it, or compress its base"
 
 
 def _dtypes(codec: Codec) -> str:

@@ -15,7 +15,7 @@ _FORMATS = {torch.float32: (24, 2.0**-149), torch.bfloat16: (8, 2.0**-133), torc
 def error_bound(codec: Codec, flat: Tensor) -> Tensor:
     """The largest |x - x'| that each element of `flat` [numel] can show, float64 [numel].
 
-    Holds for groups that are finite and, asymmetric, whose range is below 2^127 (fbgemm-int8: does not overflow; fbgemm-int4: whose values fp16 can hold).
+    Holds for groups that are finite and, asymmetric, whose range from the stored low on is below 2^127, so that the low is finite in bf16 (fbgemm-int8: does not overflow; fbgemm-int4: whose values fp16 can hold).
     """
     if isinstance(codec, MaskCodec):
         return torch.zeros(flat.numel(), dtype=torch.float64)

@@ -13,11 +13,12 @@ exceeds top, whatever the rounding of the reciprocal; `down` is towards minus in
 
 * A group of zeros comes back exactly zero; one whose a is below 2^-100 has scale 0: it comes back as zero, asymmetric as low.
 * A group that holds NaN or inf comes back NaN as a whole: scale is NaN (0x7fc0), low 0, its codes 0. Its neighbours are untouched. Asymmetric, so does one whose a
-  is not below 2^127: code * scale, up to half a step beyond a, could overflow before low, of the other sign, is added.
+  is not below 2^127: code * scale, up to half a step beyond a, could overflow before low, of the other sign, is added. And one whose
+  low, rounded down, is minus infinity (bf16 metadata: min x below -3.3895e38).
 * x' is clamped to the largest finite number of the dtype before it is rounded to the dtype, to the nearest.
 
 `-sr`: round(y) = floor(y) + (u < y - floor(y)), for e4m3 and bf16 the same between the two neighbours, with u uniform on a grid of 2^-24 (e4m3's normal numbers
-2^-20, bf16 2^-16). The random words are those of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): key = seed (64 bits),
+2^-20, bf16 2^-16): the chance of going up is y - floor(y) rounded up to that grid, so the mean is off by less than a step of it. The random words are those of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): key = seed (64 bits),
 counter = (n, n >> 32, stream, 0), n = g * group / 4 + j for the elements j, j + group/4, j + group/2 and j + 3 group/4 of group g, which take the four words.
 So the same seed gives the same bits, however the work is cut. bf16 and its words count in groups of 128.
 """

@@ -30,7 +30,7 @@ FP16_MAX = 65504.0
 
 
 def compress(flat: Tensor, codec: RowwiseCodec) -> Tensor:
-    """`flat` [numel], contiguous, one of DTYPES -> uint8 [payload_bytes]."""
+    """`flat` [numel], contiguous, of a dtype that the codec takes -> uint8 [payload_bytes]."""
     rows = pad_to_groups(flat, codec).float().view(-1, codec.group)
     if not rows.numel():
         return flat.new_empty(0, dtype=torch.uint8)

@@ -26,6 +26,8 @@ NUMEL = 4096
 """Elements of one program: 32 a thread, of 4 warps."""
 NUMEL_INTERPRETED = 2**16
 """The interpreter's time goes by programs."""
+REGISTERS = 112
+"""That a thread may have where ptxas takes 96 by itself and spills two of them (sm_100: int4-asym-g64-fp32-sr of bf16)."""
 WORDS = 512
 """16-bit words of a bit mask in one program."""
 
@@ -45,7 +47,8 @@ def compress(flat: Tensor, codec: Codec, *, seed: int = 0, stream: int = 0) -> T
         return payload
     codes, scale, low = _outputs(payload, codec, numel)
     options = kernel_options(codec, flat.dtype, numel, interpreted=_interpreted(encode_kernel))
-    _launch(encode_kernel, _programs(numel, options), _as_loaded(flat), codes, scale, low, numel, triton.cdiv(numel, options["G"]), _signed(seed, 64), _signed(stream, 32), **options, STOCHASTIC=codec.stochastic)
+    crowded = {"maxnreg": REGISTERS} if options["ASYMMETRIC"] and options["WIDE"] and codec.stochastic and torch.version.hip is None and not _interpreted(encode_kernel) else {}  # an option of NVIDIA's only
+    _launch(encode_kernel, _programs(numel, options), _as_loaded(flat), codes, scale, low, numel, triton.cdiv(numel, options["G"]), _signed(seed, 64), _signed(stream, 32), **options, STOCHASTIC=codec.stochastic, **crowded)
     return payload
 
 

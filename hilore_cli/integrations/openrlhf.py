@@ -24,6 +24,7 @@ from torch import distributed as dist
 from hilore_cli.batches import MicroBatch
 from hilore_cli.captured.openrlhf import LOGPS, REQUIRED, read
 from hilore_cli.errors import PlanMismatchError, ProfileError, UsageError
+from hilore_cli.integrations.clashes import OPENRLHF
 from hilore_cli.runtime import Handle, attach, load_plan
 from hilore_cli.schema import FrozenPlan
 
@@ -49,13 +50,13 @@ def refuse_settings(trainer: Any, *, name: str) -> None:
     """Raise PlanMismatchError for the first setting of OpenRLHF under which a plan would not be what it says."""
     args, strategy = trainer.args, trainer.strategy
     if args.actor.gradient_checkpointing_enable:
-        raise PlanMismatchError(f"plan {name}: gradient checkpointing is on, which would recompute what the plan stores; leave out --actor.gradient_checkpointing_enable")
+        raise PlanMismatchError(f"plan {name}: {OPENRLHF['gradient_checkpointing_enable']}")
     if strategy.stage == 3:
-        raise PlanMismatchError(f"plan {name}: DeepSpeed ZeRO-3 empties the weights that a recomputation needs; use --ds.zero_stage 2, or train without the plan")
+        raise PlanMismatchError(f"plan {name}: {OPENRLHF['ZeRO-3']}")
     if strategy.deepcompile:
-        raise PlanMismatchError(f"plan {name}: DeepCompile compiles the model with a partition of its own; leave out --ds.deepcompile")
+        raise PlanMismatchError(f"plan {name}: {OPENRLHF['DeepCompile']}")
     if strategy.ring_attn_size > 1 or strategy.ds_tensor_parallel_size > 1:
-        raise PlanMismatchError(f"plan {name}: ring attention and tensor parallelism put collectives into the layers, and recomputing those was never tried; use --ds.ring_attn_size 1 --ds.tensor_parallel_size 1")
+        raise PlanMismatchError(f"plan {name}: {OPENRLHF['ring attention, tensor parallelism']}")
 
 
 class AnnouncedStep:

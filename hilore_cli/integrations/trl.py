@@ -2,7 +2,7 @@
 
     from hilore_cli.integrations.trl import use_plan
     trainer = GRPOTrainer(...)                      # gradient_checkpointing=False in its GRPOConfig: TRL's default is True
-    use_plan(trainer, "plans/math.json")            # after the trainer is built, before trainer.train()
+    use_plan(trainer, "plans/math.json")            # after the trainer is built, before trainer.train(); guard_every=100 measures
 
 The trainer's model is what it trains, adapters included, so the plan is attached to it as it will run. TRL switches checkpointing
 off and on around every generation, when it was on: the runtime looks at each layer's flag at every call and refuses.
@@ -22,46 +22,66 @@ from torch import distributed as dist
 
 from hilore_cli.batches import MicroBatch
 from hilore_cli.captured.trl import KNOWN, OPTIONS, REQUIRED, read
-from hilore_cli.errors import PlanMismatchError, ProfileError
+from hilore_cli.errors import HiloreError, PlanMismatchError, ProfileError
+from hilore_cli.integrations.clashes import ON_LAYERS, TRL
 from hilore_cli.models import decoder_layers
 from hilore_cli.runtime import Handle, attach, load_plan
 from hilore_cli.schema import FrozenPlan
 
 Inputs = Mapping[str, Any]
 """What `GRPOTrainer.compute_loss` gets of one micro-batch."""
+GRAD_ERROR = "hilore/grad_error"
+"""The guard's figure in the trainer's log."""
 
 
-def use_plan(trainer: Any, plan: FrozenPlan | Path | str, *, group: dist.ProcessGroup | None = None) -> Handle:
+def use_plan(trainer: Any, plan: FrozenPlan | Path | str, *, group: dist.ProcessGroup | None = None, guard_every: int | None = None) -> Handle:
     """Attach a plan to a GRPOTrainer's model, and tell it of each micro-batch's exposure where its variants ask for that.
 
-    `group`: as in `attach`. Returns the handle; `handle.detach()` takes the plan off again. Raises PlanMismatchError for a
-    trainer that checkpoints by itself, that runs DeepSpeed ZeRO-3, that hands over no GRPO micro-batches to a plan that asks for
-    them, or whose model is not the plan's.
+    `group`: as in `attach`. `guard_every`: of one of every so many micro-batches the true gradient error is measured, and over the
+    plan's risk the plan is left (guard.py); GRPOTrainer logs it as hilore/grad_error. Returns the handle; `handle.detach()` takes the plan
+    off again. Raises PlanMismatchError for a trainer that checkpoints by itself, that runs DeepSpeed ZeRO-3, that hands over no GRPO
+    micro-batches to a plan that asks for them, or whose model is not the plan's.
     """
     frozen = plan if isinstance(plan, FrozenPlan) else load_plan(plan)
     clash = find_clash(trainer)
     if clash is not None:
         raise PlanMismatchError(f"plan {frozen.name}: {clash}")
     by_exposure = any(variant.max_exposure is not None for variant in frozen.variants)
-    if by_exposure and not any(each.__name__ == "GRPOTrainer" for each in type(trainer).__mro__):
+    if by_exposure and not is_grpo(trainer):
         raise PlanMismatchError(f"plan {frozen.name}: has variants by exposure, which are read from GRPOTrainer's micro-batches, and this is a {type(trainer).__name__}; attach(trainer.model, plan) and tell them with handle.microbatch, or plan with --one-variant")
     handle = attach(trainer.model, frozen, group=group)
     if by_exposure:
         trainer.compute_loss = AnnouncedLoss(trainer, handle)
+    if guard_every is not None:
+        set_guard(trainer, handle, every=guard_every)
     return handle
+
+
+def set_guard(trainer: Any, handle: Handle, *, every: int) -> None:
+    """Guard the plan; what cannot be guarded is detached again."""
+    try:
+        handle.guard(every=every, on_measure=(lambda record: trainer._metrics["train"][GRAD_ERROR].append(record.rel_error)) if is_grpo(trainer) else None)
+    except HiloreError:
+        handle.detach()
+        raise
+
+
+def is_grpo(trainer: Any) -> bool:
+    """Whether it has GRPOTrainer's micro-batches and log; by name, so that TRL need not be imported."""
+    return any(each.__name__ == "GRPOTrainer" for each in type(trainer).__mro__)
 
 
 def find_clash(trainer: Any) -> str | None:
     """What of the trainer's settings a plan cannot run beside, with the remedy; None when there is nothing."""
     arguments, state = trainer.args, trainer.accelerator.state
     if arguments.gradient_checkpointing:
-        return "the trainer has gradient_checkpointing=True (TRL's default), which would recompute what the plan stores; pass GRPOConfig(gradient_checkpointing=False)"
+        return TRL["gradient_checkpointing"]
     if any(layer.gradient_checkpointing for _, layer in decoder_layers(trainer.model)):
-        return "gradient checkpointing is on in the model; call model.gradient_checkpointing_disable() first"
+        return ON_LAYERS
     if trainer.is_fsdp_enabled and state.fsdp_plugin.activation_checkpointing:
-        return "FSDP's activation_checkpointing is on, which would recompute what the plan stores; turn it off in fsdp_config"
+        return TRL["activation_checkpointing"]
     if trainer.is_deepspeed_enabled and state.deepspeed_plugin.zero_stage == 3:
-        return "DeepSpeed ZeRO-3 empties the weights that a recomputation needs; use FSDP2 or ZeRO-2, or train without the plan"
+        return TRL["ZeRO-3"]
     return None
 
 

@@ -37,6 +37,7 @@ from hilore_cli.batches import MicroBatch
 from hilore_cli.captured.verl import NUMBERS, REQUIRED, VALUES, read
 from hilore_cli.errors import PlanMismatchError, ProfileError, UsageError
 from hilore_cli.exposure import VerlLoss
+from hilore_cli.integrations.clashes import VERL
 from hilore_cli.runtime import Handle, attach, load_plan
 from hilore_cli.schema import FrozenPlan
 
@@ -71,13 +72,13 @@ def refuse_settings(engine: Any, *, name: str) -> None:
     if sharding.forward_only:
         raise PlanMismatchError(f"plan {name}: the engine is forward_only (a reference policy), which has no backward to plan; call use_plan on the actor's engine")
     if model.enable_gradient_checkpointing:
-        raise PlanMismatchError(f"plan {name}: gradient checkpointing is on (verl's default), which would recompute what the plan stores; set actor_rollout_ref.model.enable_gradient_checkpointing=False")
+        raise PlanMismatchError(f"plan {name}: {VERL['enable_gradient_checkpointing']}")
     if model.enable_activation_offload:
-        raise PlanMismatchError(f"plan {name}: activation offload is on, which moves what the plan stores; set actor_rollout_ref.model.enable_activation_offload=False")
+        raise PlanMismatchError(f"plan {name}: {VERL['enable_activation_offload']}")
     if isinstance(engine.module, FullyShardedDataParallel):
-        raise PlanMismatchError(f"plan {name}: the engine shards with FSDP1, which replaces the parameters that a plan is bound to; set actor_rollout_ref.actor.strategy=fsdp2")
+        raise PlanMismatchError(f"plan {name}: {VERL['FSDP1']}")
     if engine.ulysses_sequence_parallel_size > 1:
-        raise PlanMismatchError(f"plan {name}: Ulysses sequence parallelism puts collectives into the attention, and recomputing those was never tried; set ulysses_sequence_parallel_size=1, or train without the plan")
+        raise PlanMismatchError(f"plan {name}: {VERL['Ulysses']}")
 
 
 class AnnouncedStep:

@@ -1,0 +1,80 @@
+"""hilore rollout and hilore capture: where micro-batches come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hilore_cli.commands.documents import batch_document
+from hilore_cli.commands.inputs import (
+    check_task,
+    row_room,
+    set_threads,
+)
+from hilore_cli.commands.options import (
+    SHIPPED_TASK,
+    Device,
+    Json,
+    Quiet,
+    Threads,
+    complete_models,
+    complete_tasks,
+    complete_trainers,
+)
+from hilore_cli.errors import UsageError
+from hilore_cli.views.console import Reporter
+from hilore_cli.views.profile import batches_view
+
+
+def rollout_command(
+    model: Annotated[str, typer.Option(help="Preset, folder or hub id.", autocompletion=complete_models)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.")],
+    task: Annotated[str, typer.Option(help="math, or the name of a reasoning-gym generator.", autocompletion=complete_tasks)] = SHIPPED_TASK,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample.")] = 16,
+    group_size: Annotated[int, typer.Option(min=2, help="Completions per prompt.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 32,
+    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the task and of the sampling.")] = 0,
+    tokens: Annotated[int | None, typer.Option(min=64, help="At most about so many tokens (padding included) in the micro-batch.", show_default=False)] = None,
+    threads: Threads = None,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Sample completions of a task, score them, and record them as one micro-batch for hilore profile --batch."""
+    reporter = Reporter(as_json=as_json, quiet=quiet)
+    if not temperature > 0:
+        raise UsageError(f"temperature {temperature}: must be above 0")
+    check_task(task)
+    from hilore_cli.batches import save_micro_batch
+    from hilore_cli.models import choose_device, load_model, load_tokenizer
+    from hilore_cli.rollout import generate_rollouts
+    from hilore_cli.tasks import load_task
+
+    set_threads(threads)
+    place = choose_device(device)
+    items = load_task(task, seed=seed, size=prompts)
+    loaded, tokenizer = load_model(model, device=place), load_tokenizer(model)
+    room = {} if tokens is None else row_room(tokens, group_size=group_size, max_new_tokens=max_new_tokens)
+    reporter.note(f"sampling {prompts} x {group_size} completions")
+    micro_batch = generate_rollouts(loaded, tokenizer, items, prompts=prompts, group_size=group_size, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, meta={"model": model}, **room)[0]
+    save_micro_batch(output, micro_batch)
+    reporter.result(batches_view([(output.name, micro_batch)]), lambda: batch_document(micro_batch))
+    reporter.note(f"written: {output}; next: hilore profile --model {model} --task {task} --batch {output}")
+
+
+def capture_command(
+    trainer: Annotated[str, typer.Argument(help="trl, verl, openrlhf, slime, or own.", autocompletion=complete_trainers)],
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Print the few lines that make a trainer record the micro-batches of an update, for hilore profile --batch."""
+    from hilore_cli.captured import recipe
+
+    text = recipe(trainer).strip()
+    if as_json:
+        Reporter(as_json=True, quiet=True).result("", lambda: {"format": "hilore-recipe", "trainer": trainer, "lines": text.splitlines()})
+    else:
+        print(text)

@@ -1,0 +1,50 @@
+"""Finished parts of a long measurement, kept on disk so that an interrupted one goes on where it stopped.
+
+    stages = Stages(folder, key=key_of([model, batches, options, versions]))
+    steps = stages.recall("steps", measure_steps)
+    stages.clear()                                       # once the whole result is written
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hilore_cli.files import write_atomic
+
+
+class Stages:
+    """One atomically written JSON file for each part; parts of another measurement (another key) are thrown away."""
+
+    def __init__(self, folder: Path, *, key: str) -> None:
+        self._folder = folder
+        stamp = folder / "key"
+        if folder.exists() and (not stamp.exists() or stamp.read_text() != key):
+            shutil.rmtree(folder)
+        if not folder.exists():
+            write_atomic(stamp, key.encode())
+
+    def load(self, stage: str) -> Any | None:
+        path = self._folder / f"{stage}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def save(self, stage: str, content: Any) -> None:
+        write_atomic(self._folder / f"{stage}.json", json.dumps(content, allow_nan=False).encode())
+
+    def recall(self, stage: str, make: Callable[[], Any]) -> Any:
+        """The part as it was kept, or made and kept now; what JSON does not tell apart (tuples, arrays) comes back as lists."""
+        if (found := self.load(stage)) is None:
+            self.save(stage, found := make())
+        return found
+
+    def clear(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def key_of(parts: Any) -> str:
+    """Digest of whatever the measurement depends on; JSON values."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
