@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -165,6 +166,22 @@ def row_room(tokens: int, *, group_size: int, max_new_tokens: int | None = None)
     if width - new < 1:
         raise UsageError(f"{tokens} tokens leave no room for a prompt in {group_size} rows with {new} new tokens; ask for more tokens")
     return {"rows_per_micro_batch": groups * group_size, "max_prompt_tokens": width - new} | ({} if max_new_tokens else {"max_new_tokens": new})
+
+
+def task_options(texts: list[str]) -> dict[str, Any]:
+    """`max_digits=1` and the like, for a task's generator; values as in JSON, else as they stand. Raises UsageError."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--task-option {text!r}: is not of the form NAME=VALUE, such as max_digits=1")
+        if name in ("name", "seed", "size"):
+            raise UsageError(f"--task-option {text!r}: is told by --task, --seed and --prompts")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
 
 
 def load_planned_model(source: str, planned: Any, *, device: str | None) -> Any:

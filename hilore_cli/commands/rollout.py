@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from hilore_cli.commands.inputs import (
     check_task,
     row_room,
     set_threads,
+    task_options,
 )
 from hilore_cli.commands.options import (
     SHIPPED_TASK,
@@ -36,6 +37,8 @@ def rollout_command(
     group_size: Annotated[int, typer.Option(min=2, help="Completions per prompt.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest completion.")] = 32,
     temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 1.0,
+    system_prompt: Annotated[str | None, typer.Option(help="What the model is told before the question. Default: to answer with one number only.", show_default=False)] = None,
+    task_option: Annotated[list[str] | None, typer.Option(help="Difficulty of the task's generator, as NAME=VALUE: max_digits=1. May be repeated.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the task and of the sampling.")] = 0,
     tokens: Annotated[int | None, typer.Option(min=64, help="At most about so many tokens (padding included) in the micro-batch.", show_default=False)] = None,
     threads: Threads = None,
@@ -55,9 +58,11 @@ def rollout_command(
 
     set_threads(threads)
     place = choose_device(device)
-    items = load_task(task, seed=seed, size=prompts)
+    items = load_task(task, seed=seed, size=prompts, **task_options(task_option or []))
     loaded, tokenizer = load_model(model, device=place), load_tokenizer(model)
-    room = {} if tokens is None else row_room(tokens, group_size=group_size, max_new_tokens=max_new_tokens)
+    room: dict[str, Any] = {} if tokens is None else row_room(tokens, group_size=group_size, max_new_tokens=max_new_tokens)
+    if system_prompt is not None:
+        room["system_prompt"] = system_prompt
     reporter.note(f"sampling {prompts} x {group_size} completions")
     micro_batch = generate_rollouts(loaded, tokenizer, items, prompts=prompts, group_size=group_size, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, meta={"model": model}, **room)[0]
     save_micro_batch(output, micro_batch)
