@@ -139,6 +139,7 @@ def _accumulate(model: nn.Module, micro_batches: Sequence[MicroBatch], config: G
         loss = micro_batch_loss(model, micro_batch, config)
         with kernel_mode(deterministic=True) if deterministic else nullcontext():
             loss.backward()
+        del loss  # else its graph, and with it any input that requires a gradient, lives through the next forward
 
 
 def can_repeat(device: torch.device) -> bool:

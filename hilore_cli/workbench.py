@@ -230,13 +230,20 @@ class Recorder:
 
 @contextmanager
 def checkpointing(model: nn.Module):
-    """Hugging Face's own gradient checkpointing, non-reentrant, early stop as torch defaults to."""
+    """Hugging Face's own gradient checkpointing, non-reentrant, early stop as torch defaults to.
+
+    It makes the embeddings' output require a gradient, and leaves that on (of a model with adapters the first layer then computes one for
+    its input, which nobody reads): put back, so that what runs afterwards is what a trainer without checkpointing runs.
+    """
     on_gpu = {"context_fn": contexts_of_forward} if next(model.parameters()).device.type == "cuda" else {}
+    inputs_required = bool(getattr(model, "_require_grads_hooks", None))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **on_gpu})
     try:
         yield
     finally:
         model.gradient_checkpointing_disable()
+        if not inputs_required:
+            model.disable_input_require_grads()
 
 
 def contexts_of_forward() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
