@@ -100,8 +100,8 @@ class SummingPlanner(StepPlanner):
         timeline = super().timeline(layer, actions)
         return None if timeline is None else replace(timeline, forward_peak_bytes=0, backward_peak_bytes=0)
 
-    def program(self, layer: int, budget: float, codecs: tuple[str, ...], *, replayed: bool = False) -> LayerProgram:
-        program = super().program(layer, budget, codecs, replayed=replayed)
+    def program(self, layer: int, budget: float, codecs: tuple[str, ...]) -> LayerProgram:
+        program = super().program(layer, budget, codecs)
         return replace(program, model=replace(program.model, phases=()))
 
 

@@ -11,7 +11,10 @@ Layers (`solve_layers`). For layer i, value t (one storage of the forward), code
   stored     c[i] = c[i-1] + sum_t bytes_t h[i,t] + sum_tk payload_tk l[i,t,k]  add_stored_bytes
   phase      fixed + c[i-1] + live(i,p) <= cap for each phase p of layer i      add_memory_timeline
   head       fixed + c[last] + head <= cap                                      add_memory_timeline
-  risk       sum rho2_tk l[i,t,k] <= risk                                       add_risk_budget
+  spread     e[i,t,k] >= l[i,t,k] where a product that runs again reads t, directly or through     add_spread
+             values that are not kept: y[i,t] >= l - e; y[i,u] >= y[i,v] - s[i,u] for u made of v;
+             y[i,v] + r[i,o] <= 1 for each product o that reads v
+  risk       sum rho2_tk l[i,t,k] + (replayed_rho2_tk - rho2_tk) e[i,t,k] <= risk   add_risk_budget
 live(i,p) is what is surely live at backward operator p: its own temporaries, every value between its first and its last
 read, and what is stored but not read yet. It never exceeds the truth, so the relaxation's objective bounds every plan.
 
@@ -61,6 +64,8 @@ class CodecModel:
     payload_bytes: int
     time_ns: int
     rho2: float
+    replayed_rho2: float
+    """where a matmul-like operator that runs again reads it: its error spreads further"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +90,7 @@ class OperatorModel:
     time_ns: int
     inputs: tuple[int, ...]
     pinned: bool
+    matmul: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +194,7 @@ class _Block:
     store: dict[int, pulp.LpVariable] = field(default_factory=dict)
     compress: dict[tuple[int, int], pulp.LpVariable] = field(default_factory=dict)
     rerun: dict[int, pulp.LpVariable] = field(default_factory=dict)
+    spread: dict[tuple[int, int], pulp.LpVariable] = field(default_factory=dict)
 
     def kept(self, value: int) -> pulp.LpAffineExpression:
         variables = [self.store[value]] if value in self.store else []
@@ -215,7 +222,9 @@ class _Block:
         return pulp.lpSum(replay + [x * (values[t].codecs[k].time_ns / NS_PER_MS) for (t, k), x in self.compress.items()])
 
     def rho2(self, unit: float) -> pulp.LpAffineExpression:
-        return pulp.lpSum([x * (self.model.values[t].codecs[k].rho2 / unit) for (t, k), x in self.compress.items()])
+        codecs = {(t, k): self.model.values[t].codecs[k] for t, k in self.compress}
+        least = [x * (codecs[key].rho2 / unit) for key, x in self.compress.items()]
+        return pulp.lpSum(least + [x * ((codecs[key].replayed_rho2 - codecs[key].rho2) / unit) for key, x in self.spread.items()])
 
     def choices(self) -> tuple[int, ...]:
         found = [-1] * len(self.model.values)
@@ -287,7 +296,7 @@ def check_layers(step: StepModel, choices: Sequence[Sequence[int]]) -> int:
             if live > step.cap_bytes + _TOLERANCE_BYTES:
                 raise SolverError(f"CBC's answer exceeds the cap by {live - step.cap_bytes} bytes at phase {p} of layer {i}")
         stored += stored_bytes(layer, chosen)
-        rho2 += sum(layer.values[t].codecs[c - 1].rho2 for t, c in enumerate(chosen) if c > 0)
+        rho2 += layer_rho2(layer, chosen)
         objective += cost
     if step.fixed_bytes + stored + step.head_bytes > step.cap_bytes + _TOLERANCE_BYTES:
         raise SolverError(f"CBC's answer exceeds the cap by {step.fixed_bytes + stored + step.head_bytes - step.cap_bytes} bytes at the loss head")
@@ -304,6 +313,15 @@ _TOLERANCE_BYTES = 4096
 
 def evaluate_layer(layer: LayerModel, chosen: Sequence[int]) -> int | None:
     """Recompute and codec time in ns of a layer's choices; None when a needed value can be neither kept nor recomputed."""
+    rerun = rerun_operators(layer, chosen)
+    if rerun is None:
+        return None
+    codec_ns = sum(layer.values[t].codecs[c - 1].time_ns for t, c in enumerate(chosen) if c > 0)
+    return sum(layer.operators[o].time_ns for o in rerun) + codec_ns
+
+
+def rerun_operators(layer: LayerModel, chosen: Sequence[int]) -> set[int] | None:
+    """The operators that run again; None as above."""
     rerun: set[int] = set()
     stack = [t for t, v in enumerate(layer.values) if v.first_read is not None and chosen[t] < 0]
     while stack:
@@ -315,8 +333,28 @@ def evaluate_layer(layer: LayerModel, chosen: Sequence[int]) -> int | None:
             stack.extend(u for u in layer.operators[producer].inputs if chosen[u] < 0)
     if any(v.producer < 0 and chosen[t] < 0 for t, v in enumerate(layer.values)):
         return None
-    codec_ns = sum(layer.values[t].codecs[c - 1].time_ns for t, c in enumerate(chosen) if c > 0)
-    return sum(layer.operators[o].time_ns for o in rerun) + codec_ns
+    return rerun
+
+
+def layer_rho2(layer: LayerModel, chosen: Sequence[int]) -> float:
+    """Risk of a layer's choices, with what is behind each compressed value stored or running again as chosen."""
+    rerun = rerun_operators(layer, chosen) or set()
+    total = 0.0
+    for t, choice in enumerate(chosen):
+        if choice > 0:
+            codec = layer.values[t].codecs[choice - 1]
+            total += codec.replayed_rho2 if _feeds_product(layer, t, rerun) else codec.rho2
+    return total
+
+
+def _feeds_product(layer: LayerModel, value: int, rerun: set[int]) -> bool:
+    reached = {value}
+    for o in sorted(rerun):  # operators are in the order of the graph
+        if reached.intersection(layer.operators[o].inputs):
+            if layer.operators[o].matmul:
+                return True
+            reached.update(t for t, other in enumerate(layer.values) if other.producer == o)
+    return False
 
 
 def stored_bytes(layer: LayerModel, chosen: Sequence[int]) -> int:
@@ -358,6 +396,7 @@ def _add_block(problem: pulp.LpProblem, i: int, layer: LayerModel, *, relax: boo
     add_one_action_per_value(problem, i, block)
     add_backward_needs(problem, i, block)
     add_operator_inputs(problem, i, block)
+    add_spread(problem, i, block)
     return block
 
 
@@ -380,6 +419,34 @@ def add_operator_inputs(problem: pulp.LpProblem, i: int, block: _Block) -> None:
         for u in block.model.operators[o].inputs:
             if block.model.values[u].producer >= 0:  # the layer's input is always kept
                 problem.addConstraint(block.available(u) - rerun >= 0, f"in{i}_{o}_{u}")
+
+
+def add_spread(problem: pulp.LpProblem, i: int, block: _Block) -> None:
+    """y[t]: t, or what is recomputed of it, holds an error that was charged as if no product read it."""
+    values, operators = block.model.values, block.model.operators
+    sources = {t for t, k in block.compress if values[t].codecs[k].replayed_rho2 > values[t].codecs[k].rho2}
+    outputs: dict[int, list[int]] = {o: [] for o in block.rerun}
+    for t, value in enumerate(values):
+        if value.producer in outputs:
+            outputs[value.producer].append(t)
+    reached = set(sources)
+    for o in sorted(block.rerun):  # operators are in the order of the graph
+        if not operators[o].matmul and reached.intersection(operators[o].inputs):
+            reached.update(outputs[o])
+    lossy = {t: pulp.LpVariable(f"y{i}_{t}", 0, 1) for t in sorted(reached)}
+    for t in sorted(sources):
+        keys = [(t, k) for k, codec in values[t].codecs.items() if codec.replayed_rho2 > codec.rho2]
+        block.spread |= {key: pulp.LpVariable(f"e{i}_{t}_{key[1]}", 0, 1) for key in keys}
+        problem.addConstraint(lossy[t] - pulp.lpSum([block.compress[key] - block.spread[key] for key in keys]) >= 0, f"lossy{i}_{t}")
+    for o, rerun in block.rerun.items():
+        for v in dict.fromkeys(operators[o].inputs):
+            if v not in lossy:
+                continue
+            if operators[o].matmul:
+                problem.addConstraint(lossy[v] + rerun <= 1, f"spread{i}_{o}_{v}")
+            else:
+                for u in outputs[o]:
+                    problem.addConstraint(lossy[u] - lossy[v] + block.kept(u) >= 0, f"passed{i}_{v}_{u}")
 
 
 def add_stored_bytes(problem: pulp.LpProblem, stored_mib: Sequence[pulp.LpAffineExpression]) -> list[pulp.LpVariable]:

@@ -27,13 +27,12 @@ class LayerProgram:
     """units that are stored as bits"""
 
 
-def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, codecs: Sequence[str], scale: float, risk_budget: float, negligible_ns: int = 0, replayed: bool = False) -> LayerProgram:
+def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, codecs: Sequence[str], scale: float, risk_budget: float, negligible_ns: int = 0) -> LayerProgram:
     """The rows of a layer class as values, operators and phases. Views are folded into the storage they alias.
 
     Left out: what no backward operator can need; codecs that alone are over the risk budget; storing a value that
     backward does not read when storing its only consumer's output is no worse (fewer bytes, less work); and storing what
     an operator without inputs makes in less than `negligible_ns` (constants: each would only double the patterns).
-    Risks are those with matmul-like results behind a unit stored, which is the least a pattern can bring, or `replayed`.
     Masks take the bytes of their bits: they are packed in every pattern, which is exact.
     """
     rows = layer_class.nodes
@@ -56,14 +55,13 @@ def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, co
             unit = measured.get((row.unit, codec))
             if unit is None or not row.compressible or row.pinned or unit.payload_bytes >= row.nbytes:
                 continue
-            rho2 = unit.replayed_rho2 if replayed else unit.rho2
-            if rho2 <= risk_budget:
-                allowed[k] = CodecModel(payload_bytes=unit.payload_bytes, time_ns=round((unit.compress_us + unit.decompress_us) * 1000), rho2=rho2)
+            if unit.rho2 <= risk_budget:
+                allowed[k] = CodecModel(payload_bytes=unit.payload_bytes, time_ns=round((unit.compress_us + unit.decompress_us) * 1000), rho2=unit.rho2, replayed_rho2=unit.replayed_rho2)
         first, last = reads.get(t, (None, None))
         producer = producer_row[t]
         constant = producer is not None and not inputs_of[producer] and not rows[producer].pinned and rows[producer].time_us * scale * 1000 < negligible_ns
         values.append(ValueModel(nbytes=bits.get(row.unit, row.nbytes), producer=-1 if producer is None else operators.index(producer), first_read=first, last_read=last, held_until=held[t], storable=not constant, codecs=allowed))
-    models = [OperatorModel(time_ns=round(rows[o].time_us * scale * 1000), inputs=tuple(value_index[u] for u in inputs_of[o]), pinned=rows[o].pinned) for o in operators]
+    models = [OperatorModel(time_ns=round(rows[o].time_us * scale * 1000), inputs=tuple(value_index[u] for u in inputs_of[o]), pinned=rows[o].pinned, matmul=rows[o].matmul) for o in operators]
     model = LayerModel(values=tuple(values), operators=tuple(models), phases=_phases(layer_class))
     return LayerProgram(model=prune_phases(prune_values(model)), units=tuple(rows[t].unit for t in owners), masks=frozenset(bits))
 
@@ -139,7 +137,7 @@ def _wanted(model: LayerModel, choices: Sequence[int]) -> set[int]:
 
 
 def _dominates(other: CodecModel | None, codec: CodecModel) -> bool:
-    return other is not None and other.payload_bytes <= codec.payload_bytes and other.time_ns <= codec.time_ns and other.rho2 <= codec.rho2
+    return other is not None and other.payload_bytes <= codec.payload_bytes and other.time_ns <= codec.time_ns and other.rho2 <= codec.rho2 and other.replayed_rho2 <= codec.replayed_rho2
 
 
 def _backward_reads(rows: Sequence[GraphNode]) -> dict[int, tuple[int, int]]:

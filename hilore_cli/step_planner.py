@@ -11,7 +11,6 @@ What it does NOT do: measure anything, or trust the solver (ilp.py checks every 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -97,7 +96,7 @@ class StepPlanner:
             self.units[unit.layer][unit.unit, unit.codec] = unit.model_copy(update={"rho2": unit.rho2 * kappa, "replayed_rho2": unit.replayed_rho2 * kappa})
         self.candidates: dict[Actions, None] = {}
         self._timelines: dict[tuple[str, Actions, tuple[int, ...]], LayerTimeline | None] = {}
-        self._programs: dict[tuple[int, float, tuple[str, ...], bool], LayerProgram] = {}
+        self._programs: dict[tuple[int, float, tuple[str, ...]], LayerProgram] = {}
         self._replayed: dict[tuple[str, Actions], frozenset[str]] = {}
 
     def solve(self, *, cap_bytes: int, risk: float, max_patterns: int) -> Solution:
@@ -120,8 +119,7 @@ class StepPlanner:
         self.add_priced_candidates(step, bound, budget)
         found = self.assign(cap_bytes=cap_bytes, budget=budget, max_patterns=max_patterns)
         bound_ns = self.left_ns + (bound.objective_ns if bound is not None else 0.0)
-        careful = self.step_model(cap_bytes=cap_bytes, budget=budget, replayed=True)
-        pending, done, reproducible = [careful, step] if self.codecs else [step], 0, True
+        pending, done, reproducible = [step], 0, True
         while pending and bound is not None and done < resolves and not self.is_close(found, bound_ns):
             current = pending.pop(0)
             layers = solve_layers(current)
@@ -159,10 +157,10 @@ class StepPlanner:
 
     # ------------------------------------------------------------------------------------------------------- programs
 
-    def program(self, layer: int, budget: float, codecs: tuple[str, ...], *, replayed: bool = False) -> LayerProgram:
-        key = (layer, budget, codecs, replayed)
+    def program(self, layer: int, budget: float, codecs: tuple[str, ...]) -> LayerProgram:
+        key = (layer, budget, codecs)
         if key not in self._programs:
-            self._programs[key] = build_layer_program(self.classes[layer], self.units[layer].values(), codecs=codecs, scale=self.scale, risk_budget=budget, negligible_ns=round(NEGLIGIBLE_OF_STEP * self.profile.times.none_us * 1000), replayed=replayed)
+            self._programs[key] = build_layer_program(self.classes[layer], self.units[layer].values(), codecs=codecs, scale=self.scale, risk_budget=budget, negligible_ns=round(NEGLIGIBLE_OF_STEP * self.profile.times.none_us * 1000))
         return self._programs[key]
 
     def fixed_bytes(self) -> int:
@@ -172,11 +170,11 @@ class StepPlanner:
         account = self.profile.account
         return max(account.static_bytes + account.shared_bytes + account.tail_bytes, account.static_bytes + account.update_bytes)
 
-    def step_model(self, *, cap_bytes: int, budget: float, replayed: bool = False) -> StepModel:
+    def step_model(self, *, cap_bytes: int, budget: float) -> StepModel:
         """The layers' program. What layers left to checkpoint store is counted at the head only, so that the bound stays one."""
         checkpointed = sum(timeline.stored_bytes for timeline in self.left.values())
         return StepModel(
-            layers=tuple(self.program(i, budget, self.codecs, replayed=replayed).model for i in self.planned),
+            layers=tuple(self.program(i, budget, self.codecs).model for i in self.planned),
             fixed_bytes=self.fixed_bytes(),
             head_bytes=self.profile.account.head_bytes + checkpointed,
             cap_bytes=cap_bytes,
@@ -204,8 +202,8 @@ class StepPlanner:
                 blocks.append((self.program(layer, budget, ()), Prices(stored=base.stored * stored, phases=free, rho2=0.0), ()))
             if self.codecs:
                 for stored in (0.1, 0.4, 0.7, 1.0, 1.4, 2.0, 4.0, 100.0):
-                    for rho2, replayed in itertools.product((0.0, 0.3, 1.0, 3.0), (False, True)):
-                        program = self.program(layer, budget, self.codecs, replayed=replayed)
+                    for rho2 in (0.0, 0.3, 1.0, 3.0):
+                        program = self.program(layer, budget, self.codecs)
                         free = (0.0,) * len(program.model.phases)
                         blocks.append((program, Prices(stored=base.stored * stored, phases=free, rho2=base.rho2 * rho2), self.codecs))
         unique = list({(id(program), prices): (program, prices, codecs) for program, prices, codecs in blocks}.values())

@@ -21,13 +21,15 @@ from hilore_cli.ilp import (
     bound_layers,
     check_layers,
     evaluate_layer,
+    layer_rho2,
     live_bytes,
     solve_layers,
     solve_priced,
     stored_bytes,
 )
-from hilore_cli.program import build_layer_program, prune_values
+from hilore_cli.program import actions_of_choices, build_layer_program, prune_values
 from hilore_cli.schema import UnitRow
+from hilore_cli.step_planner import StepPlanner
 
 
 def chain_models(*, layers: int, codecs: tuple[str, ...], seed: int, blocks: int = 1, prune: bool = True) -> list[LayerModel]:
@@ -88,11 +90,24 @@ def test_priced_patterns_equal_enumeration() -> None:
         prices = ilp.Prices(stored=stored, phases=free, rho2=rho2)
 
         def cost(chosen: tuple[int, ...], stored: float = stored, rho2: float = rho2) -> float:
-            risk = sum(model.values[t].codecs[c - 1].rho2 for t, c in enumerate(chosen) if c > 0)
-            return evaluate_layer(model, chosen) + stored * stored_bytes(model, chosen) + rho2 * risk
+            return evaluate_layer(model, chosen) + stored * stored_bytes(model, chosen) + rho2 * layer_rho2(model, chosen)
 
         [chosen] = solve_priced([(model, prices)], gap_ns=0)
         assert cost(chosen) == pytest.approx(min(cost(c) for c in choices_of(model)), rel=1e-6)
+
+
+def test_risk_of_the_program_is_that_of_the_simulated_pattern() -> None:
+    """Every choice of a layer: what is compressed is charged for the products that really run again from it."""
+    profile = make_profile(layers=1, layer_class=chain_class(blocks=2), seed=3, head_bytes=0, static_bytes=0)
+    planner = StepPlanner(profile, codecs=("int8",))
+    program = planner.program(0, 1.0, ("int8",))
+    charged = set()
+    for chosen in choices_of(program.model):
+        actions = actions_of_choices(program, chosen, ("int8",))
+        if sum(action.startswith("compress") for _, action in actions) == sum(c > 0 for c in chosen):  # else some are kept for nobody, and left out
+            assert layer_rho2(program.model, chosen) == pytest.approx(planner.codec_cost(0, actions)[1], rel=1e-12)
+            charged |= planner.replayed_units(0, actions)
+    assert len(charged) > 1, "some units are charged for products behind them"
 
 
 def random_task(seed: int, *, layers: int = 4, patterns: int = 4, limit: int = 2) -> AssignmentProblem:
