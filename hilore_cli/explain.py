@@ -167,19 +167,11 @@ class Explainer:
         self.actions: list[Actions] = [tuple(sorted(plan.patterns[name].actions.items())) for name in plan.layers]
         check_profile(self.planner, self.actions, profile, plan)
         self.budget = self.risk**2
-        bound = bound_layers(self._pricing_planner().step_model(cap_bytes=plan.budgets.cap_bytes, budget=self.budget)) if self.planner.planned else None
+        bound = bound_layers(self.planner.step_model(cap_bytes=plan.budgets.cap_bytes, budget=self.budget)) if self.planner.planned else None
         if bound is None:
             raise PlanMismatchError(f"plan {plan.name}: its budgets have no prices: the relaxation is infeasible, or no layer is planned; make it again with `hilore plan`")
         self.bound: Bound = bound
         self.prices: dict[int, Prices] = dict(zip(self.planner.planned, bound.prices, strict=True))
-
-    def _pricing_planner(self) -> StepPlanner:
-        """A planner whose units have the risk that the plan's patterns bring: what a relaxation over all patterns may take less of."""
-        found = StepPlanner(self.profile, codecs=self.planner.codecs)
-        for layer in found.planned:
-            replayed = self.planner.replayed_units(layer, self.actions[layer])
-            found.units[layer] = {key: row.model_copy(update={"rho2": row.replayed_rho2}) if row.unit in replayed else row for key, row in found.units[layer].items()}
-        return found
 
     def explain(self, target: Target) -> list[UnitChoice]:
         """One row for each unit of each layer; units that no backward operator can need are left out."""
