@@ -14,11 +14,14 @@ from conftest import build_tiny
 from steps_for_tests import LIMIT, differing, frozen_plan, make_ids, step_gradients, step_loss
 
 from hilore_cli import attach
+from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.capture import graph_digest, model_identity
 from hilore_cli.errors import PlanMismatchError
+from hilore_cli.grpo import GrpoConfig
 from hilore_cli.models import decoder_layers
 from hilore_cli.runtime import attach_patterns
 from hilore_cli.schema import FrozenPlan, Pattern, Variant, freeze
+from hilore_cli.workbench import Workbench
 
 peft = pytest.importorskip("peft", reason="peft is not installed (extra lora)")
 
@@ -133,6 +136,24 @@ def test_variants_of_lora(kind: str) -> None:
         assert differing(step_gradients(model, *BATCH), exact) == []
         assert products(model) - eager == replayed
     assert handle.graphs == Counter({"A": 1})
+
+
+def test_checkpointing_leaves_no_input_gradient_behind() -> None:
+    """transformers switches it on with checkpointing, for good: what runs afterwards peaked higher than the same before, and than its prediction."""
+    model = with_adapters(layers=2)
+    batches = [synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=6, completion_tokens=6, group_size=4, seed=seed) for seed in range(2)]
+    bench = Workbench(model, batches, GrpoConfig(head="chunked"))
+    bench.compile("store")
+    assert not model.get_input_embeddings()(batches[0].input_ids).requires_grad
+    bench.static()  # runs checkpointing, too
+    before = bench.peak_bytes("store")
+    model.enable_input_require_grads()
+    assert bench.peak_bytes("store") > before
+    model.disable_input_require_grads()
+    assert not model.get_input_embeddings()(batches[0].input_ids).requires_grad
+    model.enable_input_require_grads()  # where the user's trainer had it on, it stays
+    bench.gradients_by("gc")
+    assert model.get_input_embeddings()(batches[0].input_ids).requires_grad
 
 
 def test_nothing_of_peft_stays_patched(lora) -> None:
