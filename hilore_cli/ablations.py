@@ -110,7 +110,7 @@ class SummingPlanner(StepPlanner):
 
 def choose_greedily(planner: StepPlanner, *, cap_bytes: int, risk: float) -> list[Actions]:
     """From all recomputed on: the unit and action that save most time for each byte, in as many layers as the budgets allow, until none saves any."""
-    draft = Draft(planner, budget=risk**2)
+    draft = Draft(planner, budget=planner.budget_of(risk))
     dead: set[tuple[str, int]] = set()
     while True:
         rated = {move: rate for move in draft.moves() if move not in dead and (rate := draft.rate(*move)) > 0}
@@ -206,5 +206,5 @@ def choose_whole_layers(profile: Profile, *, codecs: tuple[str, ...], cap_bytes:
         for codec in codecs:
             packed = {unit: f"compress:{codec}" if action == "store" and (unit, codec) in planner.units[layer] else action for unit, action in stored}
             planner.candidates.setdefault(tuple(sorted(packed.items())))
-    found = planner.assign(cap_bytes=cap_bytes, budget=risk**2, max_patterns=max_patterns)
+    found = planner.assign(cap_bytes=cap_bytes, budget=planner.budget_of(risk), max_patterns=max_patterns)
     return None if found is None else planner.actions_of(found)

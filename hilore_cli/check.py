@@ -240,7 +240,7 @@ def evaluate_patterns(plan: Plan, profile: Profile, layers: Sequence[str]) -> Pr
         none_us=times.none_us,
         gc_peak_bytes=profile.peaks.gc_bytes,
         none_peak_bytes=profile.peaks.none_bytes,
-        rel_error=math.sqrt(sum(rho2 for _, rho2 in costs)),
+        rel_error=planner.error_of(sum(rho2 for _, rho2 in costs)),
         recompute_us=recompute_us,
         codec_us=codec_us,
         stored_bytes=step.stored_bytes,

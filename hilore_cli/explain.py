@@ -166,7 +166,7 @@ class Explainer:
         self.planner = StepPlanner(self.profile, codecs=tuple(plan.budgets.codecs) if plan.budgets.risk > 0 else ())
         self.actions: list[Actions] = [tuple(sorted(plan.patterns[name].actions.items())) for name in plan.layers]
         check_profile(self.planner, self.actions, profile, plan)
-        self.budget = self.risk**2
+        self.budget = self.planner.budget_of(self.risk)
         bound = bound_layers(self.planner.step_model(cap_bytes=plan.budgets.cap_bytes, budget=self.budget)) if self.planner.planned else None
         if bound is None:
             raise PlanMismatchError(f"plan {plan.name}: its budgets have no prices: the relaxation is infeasible, or no layer is planned; make it again with `hilore plan`")

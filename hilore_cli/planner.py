@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -77,6 +78,8 @@ def solve_plan(profile: Profile, *, cap: Cap, risk: float, codecs: Sequence[str]
     update = Update(profile, rule=rule, divided=variants)
     alike = risk / math.sqrt(update.total_share)
     levels = sorted({alike * f for f in LEVELS if alike * f <= max(alike, HIGHEST_LEVEL)}) if variants and len(update.groups) > 1 else [alike]
+    if 0 < risk <= profile.rounding_error and codecs:
+        warnings.warn(f"in {profile.model.dtype} any change of what backward reads changes roundings below by {profile.rounding_error:.2g} of the gradient, which is all of --risk {risk:g}: the plan is exact; a higher --risk may compress", stacklevel=2)
     planners: dict[int, StepPlanner] = {}
     options: dict[int, list[Option]] = {}
     for tokens in sorted({group.max_tokens for group in update.groups}, reverse=True):

@@ -32,7 +32,7 @@ from hilore_cli.capture import JointGraph, describe_joint, graph_digest, model_i
 from hilore_cli.codecs import get_codec
 from hilore_cli.errors import CaptureError, ProfileError, UsageError
 from hilore_cli.files import save_profile
-from hilore_cli.grpo import GrpoConfig
+from hilore_cli.grpo import GrpoConfig, relative_error
 from hilore_cli.models import text_decoder
 from hilore_cli.norms import squared_norm
 from hilore_cli.peak import MemoryTrace
@@ -128,6 +128,11 @@ def profile_update(model: nn.Module, batches: Sequence[tuple[str, MicroBatch]], 
         tried = asdict(replace(result, pairs=[])) | {"pairs": [pair.model_dump() for pair in result.pairs]}
         stages.save("calibration", tried)
 
+    if (rounding := stages.load("rounding")) is None:
+        progress("moving a gradient by its rounding", 0, 1)
+        rounding = measure_rounding(bench, record.exact)
+        stages.save("rounding", rounding)
+
     calibration = [CalibrationPair(**pair) for pair in tried["pairs"]]
     profile = Profile(
         name=request.name,
@@ -146,6 +151,7 @@ def profile_update(model: nn.Module, batches: Sequence[tuple[str, MicroBatch]], 
         peaks=StepPeaks(**steps["peaks"]),
         micro_batches=[micro_batch_row(name, mb, gradient_norm=norm) for (name, mb), norm in zip(batches, tried["gradient_norms"], strict=True)],
         update_gradient_norm=tried["update_gradient_norm"],
+        rounding_error=rounding,
         kappas=kappas_of(calibration, request.codecs),
         calibration=calibration,
         layers=layers,
@@ -280,6 +286,35 @@ def _hidden_bytes(bench: Workbench) -> int:
     config = bench.model.config.get_text_config()
     dtype = torch.get_autocast_dtype(bench.device.type) if torch.is_autocast_enabled(bench.device.type) else next(bench.model.parameters()).dtype
     return bench.batches[0].tokens * config.hidden_size * dtype.itemsize
+
+
+def measure_rounding(bench: Workbench, exact: dict[str, Tensor]) -> float:
+    """Relative change of the gradient when the gradient of the last layer's output moves by one rounding, up, down or not at all.
+
+    In bf16 all that is computed below then rounds otherwise, and the gradient is another one by about what its own roundings make of it:
+    SmolLM2 1.5e-2, at whichever size of change. So any plan that is not exact brings that, beside the error of its values. 0 in fp32.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def move(gradient: Tensor) -> Tensor:
+        if gradient.dtype not in (torch.bfloat16, torch.float16):
+            return gradient
+        steps = torch.randint(-1, 2, gradient.shape, generator=generator).to(gradient.device)
+        return (gradient.float() * (1 + torch.finfo(gradient.dtype).eps * steps)).to(gradient.dtype)
+
+    def after_last(_module: nn.Module, _args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            hidden.register_hook(move)
+
+    if next(bench.model.parameters()).dtype == torch.float32:
+        return 0.0
+    hook = bench.layers[-1][1].register_forward_hook(after_last)
+    try:
+        with bench.method("recompute"):
+            return relative_error(bench.gradients(), exact)
+    finally:
+        hook.remove()
 
 
 # ------------------------------------------------------------------------------------------------------------ one recording

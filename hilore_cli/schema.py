@@ -254,6 +254,8 @@ class Estimate(Strict):
 class Profile(Strict):
     """One GRPO update, measured, or estimated without the device. profile.json holds all but `classes[].nodes`, `units` and `calibration`, which are Parquet tables beside it."""
 
+    LATER: ClassVar[set[str]] = {"rounding_error"}
+
     format: Literal["hilore-profile"] = "hilore-profile"
     version: int = PROFILE_VERSION
     name: str
@@ -273,6 +275,7 @@ class Profile(Strict):
     smaller: SmallerAccount | None = Field(description="None where the micro-batch has but one row")
     micro_batches: list[MicroBatchRow] = Field(description="of the update, the profiled one first")
     update_gradient_norm: float = Field(gt=0, description="norm of the gradient of all its micro-batches together")
+    rounding_error: float = Field(default=0.0, ge=0, description="relative gradient change when the last layer's output gradient moves by its own rounding: what any inexact value brings at least, in low precision; 0 in fp32, and where it was not measured")
     kappas: list[Kappa]
     calibration: list[CalibrationPair]
     layers: list[LayerRow]
@@ -628,13 +631,16 @@ class CodecBenchReport(Strict):
 
 
 def digest_of(record: Strict) -> str:
-    """sha256 (16 hex digits) of a record's canonical JSON, without the fields named in its UNDIGESTED."""
+    """sha256 (16 hex digits) of a record's canonical JSON, without the fields named in its UNDIGESTED, and those of LATER at their default:
+    files from before such a field was there keep their digest.
+    """
     return digest_of_document(digested(record))
 
 
 def digested(record: Strict) -> dict[str, Any]:
     """What a record's digest covers."""
-    return record.model_dump(mode="json", exclude=getattr(type(record), "UNDIGESTED", None))
+    later = {name for name in getattr(type(record), "LATER", ()) if getattr(record, name) == type(record).model_fields[name].default}
+    return record.model_dump(mode="json", exclude=getattr(type(record), "UNDIGESTED", set()) | later)
 
 
 def digest_of_document(document: dict[str, Any]) -> str:

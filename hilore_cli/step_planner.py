@@ -103,17 +103,17 @@ class StepPlanner:
         """Steps 1 to 4 of the module's head. Raises InfeasibleError."""
         solution = self.try_solve(cap_bytes=cap_bytes, risk=risk, max_patterns=max_patterns, resolves=RESOLVES, last=True)
         if solution is None:
-            raise self.infeasible(cap_bytes=cap_bytes, risk=risk, budget=risk**2, max_patterns=max_patterns)
+            raise self.infeasible(cap_bytes=cap_bytes, risk=risk, budget=self.budget_of(risk), max_patterns=max_patterns)
         return solution
 
     def simplify(self, solution: Solution, *, cap_bytes: int, risk: float) -> Solution:
         """The same with fewer patterns, where that costs next to nothing: each is compiled in the first training step."""
-        found = self.with_fewer_patterns(solution.assignment, cap_bytes=cap_bytes, budget=risk**2, bound_ns=solution.bound_ns)
+        found = self.with_fewer_patterns(solution.assignment, cap_bytes=cap_bytes, budget=self.budget_of(risk), bound_ns=solution.bound_ns)
         return replace(solution, assignment=found, bound_ns=min(solution.bound_ns, found.cost_ns))
 
     def try_solve(self, *, cap_bytes: int, risk: float, max_patterns: int, resolves: int = 0, last: bool = False) -> Solution | None:
         """The same; None where no plan is found. `resolves`: of step 4 at most; `last`: look harder before giving up."""
-        budget = risk**2
+        budget = self.budget_of(risk)
         step = self.step_model(cap_bytes=cap_bytes, budget=budget)
         bound = bound_layers(step) if self.planned else None
         self.add_priced_candidates(step, bound, budget)
@@ -154,6 +154,16 @@ class StepPlanner:
             if near or self.is_close(fewer, bound_ns):
                 return fewer
         return found
+
+    # ----------------------------------------------------------------------------------------------------------- risk
+
+    def budget_of(self, risk: float) -> float:
+        """The sum of rho2 that a plan of this risk may bring. In low precision any inexact value brings the profile's rounding error besides."""
+        return max(0.0, risk**2 - self.profile.rounding_error**2)
+
+    def error_of(self, rho2: float) -> float:
+        """Relative gradient error of a plan that brings so much."""
+        return math.sqrt(rho2 + self.profile.rounding_error**2) if rho2 > 0 else 0.0
 
     # ------------------------------------------------------------------------------------------------------- programs
 
@@ -311,7 +321,7 @@ class StepPlanner:
         peak = combine_layers(self.profile, self.timelines_of(at_risk))
         heaviest = [(row.label, row.nbytes) for row in sorted(peak.account, key=lambda row: -row.nbytes) if row.nbytes][:HEAVIEST]
         named = ", ".join(f"{label} {format_bytes(nbytes)}" for label, nbytes in heaviest)
-        least_risk = None if less_risk is None else math.sqrt(less_risk.rho2)
+        least_risk = None if less_risk is None else self.error_of(less_risk.rho2)
         parts = [f"no plan keeps {format_bytes(cap_bytes)} at risk {risk:g}", f"least feasible peak at this risk: {format_bytes(at_risk.peak_bytes)} ({at_risk.peak_bytes} bytes), bound by the {peak.binding_moment} ({named})"]
         if self.codecs:
             parts.append(f"at any risk: {format_bytes(least.peak_bytes)}")
@@ -346,7 +356,7 @@ class StepPlanner:
             none_us=times.none_us,
             gc_peak_bytes=peaks.gc_bytes,
             none_peak_bytes=peaks.none_bytes,
-            rel_error=math.sqrt(sum(rho2 for _, rho2 in costs)),
+            rel_error=self.error_of(sum(rho2 for _, rho2 in costs)),
             recompute_us=self.scale * step.recompute_us,
             codec_us=codec_us,
             stored_bytes=step.stored_bytes,
@@ -376,7 +386,7 @@ class StepPlanner:
         for label, cap, limit in points:
             if cap == cap_bytes and limit == risk:
                 continue
-            assignment = self.assign(cap_bytes=cap, budget=limit**2, max_patterns=max_patterns)
+            assignment = self.assign(cap_bytes=cap, budget=self.budget_of(limit), max_patterns=max_patterns)
             if assignment is not None:
                 predicted = self.predict(assignment)
                 found.append(Alternative(label=f"{label}, over the patterns found", cap_bytes=cap, risk=limit, peak_bytes=predicted.peak_bytes, step_us=predicted.step_us, rel_error=predicted.rel_error))

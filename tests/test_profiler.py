@@ -12,13 +12,19 @@ from conftest import build_tiny
 
 import hilore_cli.profiler as profiler
 from hilore_cli.batches import synthetic_micro_batch
+from hilore_cli.bench import gradient_error
 from hilore_cli.calibration import kappas_of
 from hilore_cli.errors import ProfileError
 from hilore_cli.exposure import TrlLoss, VerlLoss
 from hilore_cli.files import load_profile
 from hilore_cli.grpo import GrpoConfig, gradients
+from hilore_cli.planner import solve_plan
 from hilore_cli.profiler import ProfileRequest, batch_identity, profile_update, update_digest
+from hilore_cli.schema import Pattern, Variant
+from hilore_cli.sizes import parse_cap
 from hilore_cli.stages import Stages
+from hilore_cli.step_planner import StepPlanner
+from hilore_cli.workbench import Workbench
 
 REQUEST = ProfileRequest(name="tiny", source="tiny", task="none", sources=["a", "b"], codecs=["int8"], config=GrpoConfig(head="full"), repeats=1)
 BATCH, OTHER = (synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=8, completion_tokens=n, group_size=4, seed=seed) for seed, n in ((0, 16), (1, 12)))
@@ -194,3 +200,27 @@ def test_micro_batches_of_other_updates_are_refused(tmp_path: Path, other, words
 def test_micro_batches_of_one_update_may_count_differently() -> None:
     """TRL's micro-batches of one update may come with counts of their own."""
     profiler.check_one_update([("a", BATCH), ("b", replace(OTHER, loss=TrlLoss(num_items_in_batch=10**4, current_gradient_accumulation_steps=2)))])
+
+
+def test_in_low_precision_no_inexact_value_brings_less_than_rounding(tmp_path) -> None:
+    """In bf16 a change of any size makes all below round otherwise: a plan below that is exact, and says so; one above is charged for it."""
+    torch.set_num_threads(1)
+    model = build_tiny("llama", num_hidden_layers=2).bfloat16()
+    bench = Workbench(model, [BATCH], REQUEST.config)
+    profile = profile_update(model, UPDATE, REQUEST, folder=tmp_path / "tiny", progress=silent)
+    floor = profile.rounding_error
+    assert 1e-3 < floor < 0.1
+    assert load_profile(tmp_path / "tiny").rounding_error == floor
+    with pytest.warns(UserWarning, match=f"in bfloat16 .* by {floor:.2g} of the gradient, which is all of --risk {floor / 2:g}: the plan is exact"):
+        low = solve_plan(profile, cap=parse_cap("1.1x-gc"), risk=floor / 2, codecs=["int8"], name="low")
+    assert low.predicted.rel_error == 0
+    assert not [action for pattern in low.patterns.values() for action in pattern.actions.values() if action.startswith("compress")]
+    packed = Pattern(actions={"input": "compress:int8"})
+    predicted = StepPlanner(profile, codecs=("int8",)).predict_actions([tuple(packed.actions.items())] * 2).rel_error
+    bench.add_plan("packed", {"A": packed}, [Variant(max_tokens=10**6, layers=["A", "A"])], graph_digests=profile.graph_digests)
+    assert 0 < gradient_error(bench.gradients_by("packed"), bench.gradients_by("gc")) <= predicted
+    assert predicted > floor
+
+
+def test_in_fp32_rounding_is_nothing(interrupted) -> None:
+    assert load_profile(interrupted[0]).rounding_error == 0

@@ -40,7 +40,14 @@ def profile_view(profile: Profile) -> RenderableType:
         f"micro-batch {batch.source}: task {batch.task}, {batch.rows} rows x {batch.length} tokens = {batch.tokens}, {batch.loss_tokens} loss tokens, group size {batch.group_size}",
         *estimate_words(profile.estimate),
     )
-    return stack(head, methods, units_view(profile), account, *update_view(profile), *calibration_view(profile), *_fallback_lines(profile))
+    return stack(head, methods, units_view(profile), account, *update_view(profile), *calibration_view(profile), *_rounding_lines(profile), *_fallback_lines(profile))
+
+
+def _rounding_lines(profile: Profile) -> list[RenderableType]:
+    """What any plan that is not exact brings, whatever it compresses."""
+    if profile.rounding_error == 0:
+        return []
+    return [lines(f"rounding in {profile.model.dtype}: a plan that is not exact brings a gradient error of {profile.rounding_error:.1e} at least, and the error of its values besides")]
 
 
 def update_view(profile: Profile) -> list[RenderableType]:
