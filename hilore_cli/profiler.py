@@ -78,6 +78,8 @@ from hilore_cli.uncaptured import (
 from hilore_cli.workbench import Progress, Workbench, check_vocabulary
 
 OPERATOR_REPEATS = 5
+MOVED_OF = 32
+"""Of so many elements two are moved by their rounding to see what rounding makes of it: few enough to bring nothing themselves."""
 COUNTS = {"current_gradient_accumulation_steps", "num_items_in_batch", "batch_num_tokens", "global_batch_size", "entropy_threshold", "loss_scale_factor"}
 """Settings of a loss that count an update's tokens, rows or micro-batches: they may differ from one to the next."""
 CodecTimes = dict[tuple[str, str], tuple[float, float]]
@@ -289,7 +291,7 @@ def _hidden_bytes(bench: Workbench) -> int:
 
 
 def measure_rounding(bench: Workbench, exact: dict[str, Tensor]) -> float:
-    """Relative change of the gradient when the gradient of the last layer's output moves by one rounding, up, down or not at all.
+    """Relative change of the gradient when a few elements of the last layer's output gradient move by one rounding, up or down.
 
     In bf16 all that is computed below then rounds otherwise, and the gradient is another one by about what its own roundings make of it:
     SmolLM2 1.5e-2, at whichever size of change. So any plan that is not exact brings that, beside the error of its values. 0 in fp32.
@@ -299,7 +301,8 @@ def measure_rounding(bench: Workbench, exact: dict[str, Tensor]) -> float:
     def move(gradient: Tensor) -> Tensor:
         if gradient.dtype not in (torch.bfloat16, torch.float16):
             return gradient
-        steps = torch.randint(-1, 2, gradient.shape, generator=generator).to(gradient.device)
+        drawn = torch.randint(0, MOVED_OF, gradient.shape, generator=generator).to(gradient.device)
+        steps = (drawn == 0).float() - (drawn == 1).float()
         return (gradient.float() * (1 + torch.finfo(gradient.dtype).eps * steps)).to(gradient.dtype)
 
     def after_last(_module: nn.Module, _args: Any, output: Any) -> None:
