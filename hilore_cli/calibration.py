@@ -140,7 +140,7 @@ def try_plans(bench: Workbench, batches: Sequence[tuple[str, MicroBatch]], *, un
     return Tried(gradient_norms=[norms.get(id(batch), 0.0) for _, batch in batches], update_gradient_norm=gradient_norm(total), pairs=pairs)
 
 
-def kappas_of(pairs: Sequence[CalibrationPair], codecs: Sequence[str]) -> list[Kappa]:
+def kappas_of(pairs: Sequence[CalibrationPair], codecs: Sequence[str], *, rounding_error: float = 0.0) -> list[Kappa]:
     """Calibration of each codec that has pairs; fewer than PAIRS, or none on other micro-batches, are worth a warning."""
     found = []
     for codec in codecs:
@@ -149,7 +149,7 @@ def kappas_of(pairs: Sequence[CalibrationPair], codecs: Sequence[str]) -> list[K
             batches = sorted({pair.micro_batch for pair in mine})
             if len(mine) < PAIRS or not mine[0].heldout:
                 warnings.warn(f"codec {codec}: calibrated on {len(mine)} pairs of plan and micro-batch{'' if mine[0].heldout else ', none of them on another micro-batch than the profiled one'}; give more micro-batches (--batch) for a surer risk", stacklevel=2)
-            found.append(Kappa(codec=codec, value=prediction_limit([pair.ratio for pair in mine]), quantile=QUANTILE, pairs=len(mine), micro_batches=len(batches), coverage=_coverage(mine, batches)))
+            found.append(Kappa(codec=codec, value=prediction_limit([pair.ratio(rounding_error) for pair in mine]), quantile=QUANTILE, pairs=len(mine), micro_batches=len(batches), coverage=_coverage(mine, batches, rounding_error)))
     return found
 
 
@@ -172,12 +172,12 @@ def t_quantile(p: float, freedom: int) -> float:
     return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2) + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
 
 
-def _coverage(pairs: Sequence[CalibrationPair], batches: Sequence[str]) -> float:
+def _coverage(pairs: Sequence[CalibrationPair], batches: Sequence[str], rounding_error: float) -> float:
     """Share of pairs that stay below the limit of the pairs on other micro-batches; with one micro-batch, of the other pairs."""
     below = 0
     for pair in pairs:
-        others = [p.ratio for p in pairs if (p.micro_batch != pair.micro_batch if len(batches) > 1 else p is not pair)]
-        below += bool(others) and pair.ratio <= prediction_limit(others)
+        others = [p.ratio(rounding_error) for p in pairs if (p.micro_batch != pair.micro_batch if len(batches) > 1 else p is not pair)]
+        below += bool(others) and pair.ratio(rounding_error) <= prediction_limit(others)
     return below / len(pairs)
 
 

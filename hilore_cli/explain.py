@@ -163,7 +163,7 @@ class Explainer:
         self.plan = plan
         self.profile = profile_at(profile, tokens=profile.batch.tokens, length=max(row.length for row in profile.micro_batches))
         self.risk = base_variant(plan).risk
-        self.planner = StepPlanner(self.profile, codecs=tuple(plan.budgets.codecs) if plan.budgets.risk > 0 else ())
+        self.planner = StepPlanner(self.profile, codecs=tuple(plan.budgets.codecs) if self.risk > self.profile.rounding_error else ())
         self.actions: list[Actions] = [tuple(sorted(plan.patterns[name].actions.items())) for name in plan.layers]
         check_profile(self.planner, self.actions, profile, plan)
         self.budget = self.planner.budget_of(self.risk)

@@ -111,7 +111,7 @@ def save_profile(profile: Profile, folder: Path) -> None:
     """
     nodes = [{"layer_class": c.name, **_parquet_row(n)} for c in profile.classes for n in c.nodes]
     units = [u.model_dump() for u in profile.units]
-    pairs = [{**pair.model_dump(), PREDICTED: math.sqrt(profile.kappa(pair.codec) * pair.predicted_rho2)} for pair in profile.calibration]
+    pairs = [{**pair.model_dump(), PREDICTED: profile.predicted_error(pair)} for pair in profile.calibration]
     tables = {"nodes": _parquet_bytes(nodes), "units": _parquet_bytes(units), "calibration": _parquet_bytes(pairs)}
     names = {key: f"{key}.{hashlib.sha256(content).hexdigest()[:8]}.parquet" for key, content in tables.items()}
     for key, content in tables.items():

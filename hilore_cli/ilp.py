@@ -11,8 +11,8 @@ Layers (`solve_layers`). For layer i, value t (one storage of the forward), code
   stored     c[i] = c[i-1] + sum_t bytes_t h[i,t] + sum_tk payload_tk l[i,t,k]  add_stored_bytes
   phase      fixed + c[i-1] + live(i,p) <= cap for each phase p of layer i      add_memory_timeline
   head       fixed + c[last] + head <= cap                                      add_memory_timeline
-  spread     e[i,t,k] >= l[i,t,k] where a product that runs again reads t, directly or through     add_spread
-             values that are not kept: y[i,t] >= l - e; y[i,u] >= y[i,v] - s[i,u] for u made of v;
+  spread     e[i,t,k] = l[i,t,k] where a product that runs again reads t, directly or through      add_spread
+             values that are not kept: y[i,t] >= l - e, e <= l; y[i,u] >= y[i,v] - s[i,u] for u made of v;
              y[i,v] + r[i,o] <= 1 for each product o that reads v
   risk       sum rho2_tk l[i,t,k] + (replayed_rho2_tk - rho2_tk) e[i,t,k] <= risk   add_risk_budget
 live(i,p) is what is surely live at backward operator p: its own temporaries, every value between its first and its last
@@ -343,17 +343,17 @@ def layer_rho2(layer: LayerModel, chosen: Sequence[int]) -> float:
     for t, choice in enumerate(chosen):
         if choice > 0:
             codec = layer.values[t].codecs[choice - 1]
-            total += codec.replayed_rho2 if _feeds_product(layer, t, rerun) else codec.rho2
+            total += codec.replayed_rho2 if _feeds_product(layer, chosen, t, rerun) else codec.rho2
     return total
 
 
-def _feeds_product(layer: LayerModel, value: int, rerun: set[int]) -> bool:
+def _feeds_product(layer: LayerModel, chosen: Sequence[int], value: int, rerun: set[int]) -> bool:
     reached = {value}
     for o in sorted(rerun):  # operators are in the order of the graph
         if reached.intersection(layer.operators[o].inputs):
             if layer.operators[o].matmul:
                 return True
-            reached.update(t for t, other in enumerate(layer.values) if other.producer == o)
+            reached.update(t for t, other in enumerate(layer.values) if other.producer == o and chosen[t] < 0)
     return False
 
 
@@ -438,6 +438,8 @@ def add_spread(problem: pulp.LpProblem, i: int, block: _Block) -> None:
         keys = [(t, k) for k, codec in values[t].codecs.items() if codec.replayed_rho2 > codec.rho2]
         block.spread |= {key: pulp.LpVariable(f"e{i}_{t}_{key[1]}", 0, 1) for key in keys}
         problem.addConstraint(lossy[t] - pulp.lpSum([block.compress[key] - block.spread[key] for key in keys]) >= 0, f"lossy{i}_{t}")
+        for key in keys:
+            problem.addConstraint(block.spread[key] - block.compress[key] <= 0, f"own{i}_{t}_{key[1]}")  # else one codec's would pay for another's
     for o, rerun in block.rerun.items():
         for v in dict.fromkeys(operators[o].inputs):
             if v not in lossy:

@@ -78,8 +78,6 @@ def solve_plan(profile: Profile, *, cap: Cap, risk: float, codecs: Sequence[str]
     update = Update(profile, rule=rule, divided=variants)
     alike = risk / math.sqrt(update.total_share)
     levels = sorted({alike * f for f in LEVELS if alike * f <= max(alike, HIGHEST_LEVEL)}) if variants and len(update.groups) > 1 else [alike]
-    if 0 < risk <= profile.rounding_error and codecs:
-        warnings.warn(f"in {profile.model.dtype} any change of what backward reads changes roundings below by {profile.rounding_error:.2g} of the gradient, which is all of --risk {risk:g}: the plan is exact; a higher --risk may compress", stacklevel=2)
     planners: dict[int, StepPlanner] = {}
     options: dict[int, list[Option]] = {}
     for tokens in sorted({group.max_tokens for group in update.groups}, reverse=True):
@@ -89,6 +87,8 @@ def solve_plan(profile: Profile, *, cap: Cap, risk: float, codecs: Sequence[str]
     chosen = choose_levels(update.groups, options, budget=risk**2)
     if len(update.groups) == 1:
         chosen = [simplified(planners[profile.batch.tokens], option, cap_bytes=cap_bytes) for option in chosen]
+    if codecs and 0 < alike <= profile.rounding_error and not any(option.predicted.rel_error for option in chosen):
+        warnings.warn(f"in {profile.model.dtype} any change of what backward reads changes roundings below by {profile.rounding_error:.2g} of the gradient, which leaves nothing of --risk {risk:g}: the plan is exact; a higher --risk may compress", stacklevel=2)
     names = PatternNames()
     largest = planners[profile.batch.tokens]
     base = next(o for g, o in zip(update.groups, chosen, strict=True) if g.max_tokens == profile.batch.tokens and g.max_exposure is None)
@@ -217,7 +217,8 @@ def solve_levels(planner: StepPlanner, levels: Sequence[float], *, alike: float,
     for series in (reversed(below), above):
         last = found[0]
         for level in series:
-            if last.predicted.rel_error <= level < last.level or (level > last.level and last.predicted.rel_error < NOT_BINDING * last.level):
+            exact = last.predicted.rel_error == 0 and last.level <= planner.profile.rounding_error  # its budget was nothing
+            if last.predicted.rel_error <= level < last.level or (level > last.level and not exact and last.predicted.rel_error < NOT_BINDING * last.level):
                 continue
             solution = planner.try_solve(cap_bytes=cap_bytes, risk=level, max_patterns=max_patterns)
             if solution is None:

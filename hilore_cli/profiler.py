@@ -154,7 +154,7 @@ def profile_update(model: nn.Module, batches: Sequence[tuple[str, MicroBatch]], 
         micro_batches=[micro_batch_row(name, mb, gradient_norm=norm) for (name, mb), norm in zip(batches, tried["gradient_norms"], strict=True)],
         update_gradient_norm=tried["update_gradient_norm"],
         rounding_error=rounding,
-        kappas=kappas_of(calibration, request.codecs),
+        kappas=kappas_of(calibration, request.codecs, rounding_error=rounding),
         calibration=calibration,
         layers=layers,
         classes=classes,
@@ -310,7 +310,7 @@ def measure_rounding(bench: Workbench, exact: dict[str, Tensor]) -> float:
         if torch.is_grad_enabled() and hidden.requires_grad:
             hidden.register_hook(move)
 
-    if next(bench.model.parameters()).dtype == torch.float32:
+    if all(parameter.dtype in (torch.float32, torch.float64) for parameter in bench.model.parameters()) and not torch.is_autocast_enabled(bench.device.type):
         return 0.0
     hook = bench.layers[-1][1].register_forward_hook(after_last)
     try:

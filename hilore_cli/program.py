@@ -51,7 +51,7 @@ def build_layer_program(layer_class: LayerClass, units: Iterable[UnitRow], *, co
     for t in owners:
         row = rows[t]
         allowed = {}
-        for k, codec in enumerate(codecs):
+        for k, codec in enumerate(codecs if risk_budget > 0 else ()):
             unit = measured.get((row.unit, codec))
             if unit is None or not row.compressible or row.pinned or unit.payload_bytes >= row.nbytes:
                 continue

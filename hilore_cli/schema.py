@@ -225,10 +225,12 @@ class CalibrationPair(Strict):
     predicted_rho2: float = Field(gt=0)
     measured_rel_error: float = Field(ge=0)
 
-    @property
-    def ratio(self) -> float:
-        """Measured eps^2 over predicted sum of rho^2."""
-        return self.measured_rel_error**2 / self.predicted_rho2
+    def ratio(self, rounding_error: float = 0.0) -> float:
+        """Measured eps^2 over predicted sum of rho^2. In low precision what is beyond the roundings, and never less than predicted: a plan on
+        the lower layers changes fewer of them than `rounding_error` says.
+        """
+        beyond = self.measured_rel_error**2 - rounding_error**2
+        return beyond / self.predicted_rho2 if rounding_error == 0 else max(beyond / self.predicted_rho2, 1.0)
 
 
 class Kappa(Strict):
@@ -291,6 +293,10 @@ class Profile(Strict):
     def fallback(self) -> list[str]:
         """Names of the layers that are left to torch's checkpoint."""
         return [row.fqn for row in self.layers if row.fallback is not None]
+
+    def predicted_error(self, pair: CalibrationPair) -> float:
+        """Of a plan that was tried: what a plan like it would be said to bring."""
+        return math.sqrt(self.kappa(pair.codec) * pair.predicted_rho2 + self.rounding_error**2)
 
     def kappa(self, codec: str) -> float:
         """Raises ProfileError for a codec that was not calibrated: its risk is not known."""

@@ -302,7 +302,7 @@ class StepPlanner:
         """The assignment over all candidates so far; retried with a lower cap when CBC's tolerance let a few bytes through."""
         columns = []
         for i in range(len(self.classes)):
-            found = {q: self.column(i, actions) for q, actions in enumerate(self.candidates)}
+            found = {q: self.column(i, actions) for q, actions in enumerate(self.candidates) if budget != 0 or is_exact(actions)}
             columns.append({q: column for q, column in found.items() if column is not None})
         kept = _undominated(columns, budget)
         task = AssignmentProblem(columns=tuple(kept), fixed_bytes=self.fixed_bytes(), head_bytes=self.profile.account.head_bytes, floor_bytes=self.floor_bytes(), cap_bytes=cap_bytes, risk=budget, max_patterns=max_patterns, gap_ns=self.gap_ns() // 3)
@@ -394,6 +394,10 @@ class StepPlanner:
 
 
 # --------------------------------------------------------------------------------------------------------------- helpers
+
+
+def is_exact(actions: Actions) -> bool:
+    return all(action in ("store", "recompute", f"compress:{MASK_CODEC}") for _, action in actions)
 
 
 def _no_payload(unit: str, codec: str) -> int:

@@ -61,6 +61,8 @@ FIXED: dict[str, Callable[[torch.device], Wrap]] = {
     "int8-mlp": lambda device: pack_mlp(packing_of("fbgemm-int8" if device.type == "cpu" else "int8")),
 }
 SCANNED = ("partial-gc", "membudget", "paper-dp")
+CANDIDATES = ("first-", "spread-", "every-", "membudget-", "paper-")
+"""How the names of settings that are tried begin."""
 BASELINES = ("none", "gc")
 PEERS = (*BASELINES, *FIXED, *SCANNED)
 MEMORY_BUDGETS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
@@ -122,7 +124,7 @@ def check_names(plans: Mapping[str, FrozenPlan], heads: Sequence[str], peers: Co
         raise UsageError(f"head {unknown[0]!r}: unknown; use one of {', '.join(HEADS)}" if heads else "no loss head is named")
     if unknown := [name for name in peers if name not in PEERS]:
         raise UsageError(f"method {unknown[0]!r} is not known; --peers takes {', '.join(PEERS)}")
-    if taken := [name for name in plans if name in (*PEERS, "store", "recompute") or HEAD_MARK in name or "+" in name]:
+    if taken := [name for name in plans if name in (*PEERS, "store", "recompute") or HEAD_MARK in name or "+" in name or name.startswith(CANDIDATES)]:
         raise UsageError(f"plan {taken[0]!r}: is named like a method of the suite; rename the file")
     if missing := [name for name, plan in plans.items() if plan.head not in heads]:
         raise UsageError(f"plan {missing[0]!r}: was made for loss head {plans[missing[0]].head}; add that to --heads")
@@ -253,6 +255,8 @@ class _Suite:
     def _scan_partial_gc(self, head: str) -> Scan:
         """The first layers checkpointed; layers that store spread evenly; every k-th checkpointed."""
         layers = len(self.bench.layers)
+        if layers < 2:
+            raise UsageError("the model has one layer: none can be left out of checkpointing")
 
         def leading(stored: int) -> Setting:
             return Setting(name=f"first-{layers - stored}", words=f"first {layers - stored} of {layers} layers checkpointed", wrap=checkpoint_some(range(layers - stored)))

@@ -237,6 +237,7 @@ def checkpointing(model: nn.Module):
     """
     on_gpu = {"context_fn": contexts_of_forward} if next(model.parameters()).device.type == "cuda" else {}
     inputs_required = bool(getattr(model, "_require_grads_hooks", None))
+    model.disable_input_require_grads()  # else there would be two hooks, and one that nobody can remove
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **on_gpu})
     try:
         yield

@@ -190,7 +190,7 @@ def test_two_held_out_micro_batches_give_enough_pairs(tries: Tries) -> None:
         assert all(p.heldout and p.measured_rel_error > 0 and 0 < p.predicted_rho2 <= LARGEST_ERROR**2 for p in mine)
         assert len({(p.plan, p.micro_batch) for p in mine}) >= PAIRS - 2, "no plan is tried twice on one, where there are enough"
         (kappa,) = kappas_of(mine, [codec])
-        print(f"{codec}: kappa {kappa.value:.2f}, coverage {kappa.coverage:.2f}, ratios {sorted(round(p.ratio, 2) for p in mine)}")
+        print(f"{codec}: kappa {kappa.value:.2f}, coverage {kappa.coverage:.2f}, ratios {sorted(round(p.ratio(), 2) for p in mine)}")
         assert 0.02 < kappa.value < 20
     assert tried.gradient_norms == pytest.approx([tries.norm(b) for b in (tries.profiled, first, second)], rel=1e-4)
     assert tried.update_gradient_norm == pytest.approx(tries.norm(tries.profiled, first, second), rel=1e-4)

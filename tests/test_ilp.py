@@ -72,6 +72,20 @@ def test_layers_program_equals_enumeration(seed: int) -> None:
         assert bound_layers(step).objective_ns <= expected * (1 + 1e-6) + 10
 
 
+@pytest.mark.parametrize("risk", [1e-6, 3e-6, 1e-5, 1e-4, 1e-3])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.7])
+def test_two_codecs_are_each_charged_for_themselves(share: float, risk: float) -> None:
+    """One layer, two codecs of very different risk, every combination: neither pays with the other's."""
+    [layer] = chain_models(layers=1, codecs=("int8", "int4"), seed=1, blocks=2)
+    everything = sum(v.nbytes for v in layer.values)
+    step = StepModel(layers=(layer,), fixed_bytes=0, head_bytes=0, cap_bytes=round(everything * share) + max(p.fixed_bytes for p in layer.phases), risk=risk, gap_ns=0)
+    expected = enumerate_step(step)
+    found = solve_layers(step)
+    assert (found is None) == (expected is None)
+    if found is not None:
+        assert found.objective_ns == expected
+
+
 def test_pruned_values_never_help() -> None:
     """With and without the pruning rule, by enumeration of one layer at every memory level."""
     profile = make_profile(layers=1, layer_class=chain_class(blocks=1), head_bytes=0, static_bytes=0)
@@ -83,10 +97,11 @@ def test_pruned_values_never_help() -> None:
         assert a == b
 
 
-def test_priced_patterns_equal_enumeration() -> None:
-    model = chain_models(layers=1, codecs=("int8",), seed=3, blocks=2)[0]
+@pytest.mark.parametrize("codecs", [("int8",), ("int8", "int4")])
+def test_priced_patterns_equal_enumeration(codecs: tuple[str, ...]) -> None:
+    model = chain_models(layers=1, codecs=codecs, seed=3, blocks=2)[0]
     free = (0.0,) * len(model.phases)
-    for stored, rho2 in ((0.0, 0.0), (0.1, 1e9), (1.0, 1e10), (50.0, 1e9)):
+    for stored, rho2 in ((0.0, 0.0), (0.1, 1e9), (1.0, 1e10), (50.0, 1e9), (10.0, 1e9), (100.0, 1e10)):
         prices = ilp.Prices(stored=stored, phases=free, rho2=rho2)
 
         def cost(chosen: tuple[int, ...], stored: float = stored, rho2: float = rho2) -> float:

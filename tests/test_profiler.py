@@ -211,7 +211,7 @@ def test_in_low_precision_no_inexact_value_brings_less_than_rounding(tmp_path) -
     floor = profile.rounding_error
     assert 1e-3 < floor < 0.1
     assert load_profile(tmp_path / "tiny").rounding_error == floor
-    with pytest.warns(UserWarning, match=f"in bfloat16 .* by {floor:.2g} of the gradient, which is all of --risk {floor / 2:g}: the plan is exact"):
+    with pytest.warns(UserWarning, match=f"in bfloat16 .* by {floor:.2g} of the gradient, which leaves nothing of --risk {floor / 2:g}: the plan is exact"):
         low = solve_plan(profile, cap=parse_cap("1.1x-gc"), risk=floor / 2, codecs=["int8"], name="low")
     assert low.predicted.rel_error == 0
     assert not [action for pattern in low.patterns.values() for action in pattern.actions.values() if action.startswith("compress")]

@@ -108,7 +108,7 @@ def test_what_is_measured_eagerly_is_what_a_captured_layer_would_show(profiled, 
 def test_risk_is_calibrated_through_the_layer(profiled) -> None:
     _, profile, _ = profiled
     assert len(profile.calibration) >= 4
-    assert all(0.3 < pair.ratio < 3 for pair in profile.calibration)
+    assert all(0.3 < pair.ratio() < 3 for pair in profile.calibration)
 
 
 @pytest.fixture(scope="module")

@@ -155,7 +155,7 @@ def risk_label(risk: float) -> str:
 def pair_rows(story: Story) -> list[dict[str, Any]]:
     """Predicted against measured gradient errors: the profile's calibration, the dry run, benchmarks."""
     rows = [
-        {"kind": f"calibration, {pair.codec}", "what": f"{pair.plan}; {pair.micro_batch}{'' if pair.heldout else ' (profiled)'}", "predicted": math.sqrt(story.profile.kappa(pair.codec) * pair.predicted_rho2), "measured": pair.measured_rel_error}
+        {"kind": f"calibration, {pair.codec}", "what": f"{pair.plan}; {pair.micro_batch}{'' if pair.heldout else ' (profiled)'}", "predicted": story.profile.predicted_error(pair), "measured": pair.measured_rel_error}
         for pair in story.profile.calibration
     ]
     measured = story.frozen.measured if story.frozen is not None else None

@@ -96,10 +96,10 @@ def _price_lines(explainer: Explainer) -> RenderableType:
         words.append("  memory: free, the cap does not bind")
     risk = explainer.risk_price_us
     if risk > 0:
-        step = 0.01 * explainer.risk**2 * risk
+        step = 0.01 * explainer.budget * risk
         words.append(f"  risk: {risk:.4g} us for a unit of squared gradient error; 1 % of the squared budget is {format_us(step)}")
     else:
-        words.append("  risk: free, the budget does not bind" if explainer.risk > 0 else "  risk: none allowed")
+        words.append("  risk: free, the budget does not bind" if explainer.budget > 0 else "  risk: none allowed" if explainer.risk == 0 else "  risk: all of it is taken up by rounding")
     return lines(*words)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -70,7 +69,7 @@ def calibration_view(profile: Profile) -> list[RenderableType]:
         return [lines(*_kappa_words(profile))] if profile.kappas else []
     table = make_table("codec", "plan tried", "micro-batch", "predicted >", "measured >", "ratio >", title="calibration: gradient error")
     for pair in profile.calibration:
-        predicted = math.sqrt(profile.kappa(pair.codec) * pair.predicted_rho2)
+        predicted = profile.predicted_error(pair)
         table.add_row(pair.codec, pair.plan, short(pair.micro_batch) if pair.heldout else f"{short(pair.micro_batch)} (profiled)", f"{predicted:.2e}", f"{pair.measured_rel_error:.2e}", f"{predicted / pair.measured_rel_error:.2f}" if pair.measured_rel_error else "-")
     return [table, lines(*_kappa_words(profile))]
 
