@@ -231,21 +231,7 @@ def evaluate_patterns(plan: Plan, profile: Profile, layers: Sequence[str]) -> Pr
     step = simulate_step(profile, patterns)
     planner = StepPlanner(profile, codecs=tuple(codecs))
     costs = [planner.codec_cost(row.index, _actions(pattern)) for row, pattern in zip(profile.layers, patterns, strict=True) if row.fallback is None]
-    recompute_us, codec_us, times = planner.scale * step.recompute_us, sum(us for us, _ in costs), profile.times
-    return Prediction(
-        peak_bytes=step.peak_bytes,
-        binding_moment=step.binding_moment,
-        step_us=times.none_us + recompute_us + codec_us,
-        gc_us=times.gc_us,
-        none_us=times.none_us,
-        gc_peak_bytes=profile.peaks.gc_bytes,
-        none_peak_bytes=profile.peaks.none_bytes,
-        rel_error=planner.error_of(sum(rho2 for _, rho2 in costs)),
-        recompute_us=recompute_us,
-        codec_us=codec_us,
-        stored_bytes=step.stored_bytes,
-        compressed_bytes=step.compressed_bytes,
-    )
+    return planner.prediction(step, costs)
 
 
 def _actions(pattern: Pattern) -> tuple[tuple[str, str], ...]:

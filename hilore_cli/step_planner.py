@@ -41,7 +41,14 @@ from hilore_cli.schema import (
     UnitRow,
 )
 from hilore_cli.sizes import format_bytes
-from hilore_cli.timeline import LayerTimeline, class_of_layer, combine_layers, fallback_timeline, simulate_layer
+from hilore_cli.timeline import (
+    LayerTimeline,
+    StepTimeline,
+    class_of_layer,
+    combine_layers,
+    fallback_timeline,
+    simulate_layer,
+)
 
 GAP_OF_STEP = 1e-3
 NEGLIGIBLE_OF_STEP = 1e-6
@@ -345,7 +352,10 @@ class StepPlanner:
     def predict_actions(self, layers: Sequence[Actions]) -> Prediction:
         """Exact figures of any actions, one for each layer."""
         step = combine_layers(self.profile, [self.timeline(i, actions) for i, actions in enumerate(layers)])
-        costs = [self.codec_cost(i, actions) for i, actions in enumerate(layers)]
+        return self.prediction(step, [self.codec_cost(i, actions) for i, actions in enumerate(layers)])
+
+    def prediction(self, step: StepTimeline, costs: Sequence[tuple[float, float]]) -> Prediction:
+        """From the simulated step, and microseconds and rho2 of each layer's codecs."""
         codec_us = sum(us for us, _ in costs)
         times, peaks = self.profile.times, self.profile.peaks
         return Prediction(

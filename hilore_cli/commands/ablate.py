@@ -18,12 +18,14 @@ from hilore_cli.commands.inputs import (
 )
 from hilore_cli.commands.options import (
     BatchFiles,
+    Codecs,
     Device,
     Json,
+    MemCap,
+    ProfileFolder,
     Quiet,
     Threads,
     complete_models,
-    complete_profiles,
 )
 from hilore_cli.errors import UsageError
 from hilore_cli.sizes import parse_cap
@@ -32,10 +34,10 @@ from hilore_cli.views.console import Reporter
 
 
 def ablate_command(
-    profile: Annotated[Path | None, typer.Argument(help="Folder that hilore profile wrote. Default: the newest in profiles/.", show_default=False, autocompletion=complete_profiles)] = None,
-    mem_cap: Annotated[str, typer.Option(help="Cap on the peak of a whole update: 1.1x-gc (times the checkpointing peak), 0.9x-none, or 40GiB.")] = "1.1x-gc",
+    profile: ProfileFolder = None,
+    mem_cap: MemCap = "1.1x-gc",
     risk: Annotated[float, typer.Option(help="Largest relative gradient error.")] = 0.015,
-    codecs: Annotated[str | None, typer.Option(help="Codecs to use, comma-separated. Default: those of the profile.", show_default=False)] = None,
+    codecs: Codecs = None,
     repeats: Annotated[int, typer.Option(min=0, help="Interleaved timed updates of each plan; 0: predictions alone, without the model.")] = 0,
     batch: BatchFiles = None,
     model: Annotated[str | None, typer.Option("--model", help="Preset, folder or hub id. Default: the profile's.", show_default=False, autocompletion=complete_models)] = None,

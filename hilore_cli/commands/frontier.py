@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hilore_cli.commands.inputs import choose_profile, split_names
-from hilore_cli.commands.options import Json, Quiet, complete_plans, complete_profiles
+from hilore_cli.commands.options import (
+    Codecs,
+    Json,
+    ProfileFolder,
+    Quiet,
+    complete_plans,
+)
 from hilore_cli.errors import UsageError
 from hilore_cli.views.console import Reporter, print_view
 from hilore_cli.views.frontier import frontier_view
@@ -24,10 +30,10 @@ RISKS = "0,0.015,0.1"
 
 
 def frontier_command(
-    profile: Annotated[Path | None, typer.Argument(help="Folder that hilore profile wrote. Default: the newest in profiles/.", show_default=False, autocompletion=complete_profiles)] = None,
+    profile: ProfileFolder = None,
     caps: Annotated[str | None, typer.Option(help="Caps as multiples of checkpointing's peak, comma-separated. Default: eight, from 1.0 to the peak of no checkpointing.", show_default=False)] = None,
     risks: Annotated[str, typer.Option(help="Relative gradient errors, comma-separated.")] = RISKS,
-    codecs: Annotated[str | None, typer.Option(help="Codecs to use, comma-separated. Default: those of the profile.", show_default=False)] = None,
+    codecs: Codecs = None,
     plan: Annotated[Path | None, typer.Option(help="A plan or frozen plan of this profile: its own point is marked.", show_default=False, autocompletion=complete_plans)] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="The points as CSV on stdout; tables go to stderr.")] = False,
     as_json: Json = False,

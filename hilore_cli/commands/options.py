@@ -63,4 +63,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notes and no prog
 Threads = Annotated[int | None, typer.Option("--threads", envvar="HILORE_THREADS", min=1, help="CPU threads of torch. Default: torch's own.", show_default=False)]
 BatchFiles = Annotated[list[Path] | None, typer.Option("--batch", help="Recorded micro-batches of one update: file of a trainer (hilore capture) or of hilore rollout, or a folder of them. May be repeated.", show_default=False)]
 Device = Annotated[str | None, typer.Option("--device", envvar="HILORE_DEVICE", help="cpu or cuda. Default: the GPU if there is one.", show_default=False)]
+ProfileFolder = Annotated[Path | None, typer.Argument(help="Folder that hilore profile wrote. Default: the newest in profiles/.", show_default=False, autocompletion=complete_profiles)]
+MemCap = Annotated[str, typer.Option(help="Cap on the peak of a whole update: 1.1x-gc (times the checkpointing peak), 0.9x-none, or 40GiB.")]
+Codecs = Annotated[str | None, typer.Option(help="Codecs to use, comma-separated. Default: those of the profile.", show_default=False)]
 ModelName = Annotated[str | None, typer.Option("--model", help="Preset, folder or hub id. Default: the plan's.", show_default=False, autocompletion=complete_models)]

@@ -26,13 +26,15 @@ from hilore_cli.commands.options import (
     SHIPPED_BATCHES,
     SHIPPED_HELDOUT,
     BatchFiles,
+    Codecs,
     Device,
     Json,
+    MemCap,
     ModelName,
+    ProfileFolder,
     Quiet,
     Threads,
     complete_plans,
-    complete_profiles,
 )
 from hilore_cli.errors import InfeasibleError, PlanMismatchError, UsageError
 from hilore_cli.sizes import parse_cap
@@ -41,10 +43,10 @@ from hilore_cli.views.plan import frozen_view, plan_view
 
 
 def plan_command(
-    profile: Annotated[Path | None, typer.Argument(help="Folder that hilore profile wrote. Default: the newest in profiles/.", show_default=False, autocompletion=complete_profiles)] = None,
-    mem_cap: Annotated[str, typer.Option(help="Cap on the peak of a whole update: 1.1x-gc (times the checkpointing peak), 0.9x-none, or 40GiB.")] = "1.1x-gc",
+    profile: ProfileFolder = None,
+    mem_cap: MemCap = "1.1x-gc",
     risk: Annotated[float, typer.Option(help="Largest relative gradient error; 0 gives an exact plan.")] = 0.015,
-    codecs: Annotated[str | None, typer.Option(help="Codecs to use, comma-separated. Default: those of the profile.", show_default=False)] = None,
+    codecs: Codecs = None,
     max_patterns: Annotated[int, typer.Option(min=1, help="Most distinct patterns of a variant; each is compiled once.")] = 8,
     variants: Annotated[bool, typer.Option("--variants/--one-variant", help="Variants by size and exposure of the micro-batch, where the profile has several; or one for all.")] = True,
     weigh: Annotated[str | None, typer.Option(help="What a micro-batch's part in the update is taken to go with: logits (sum of (c (1 - p))^2), squared (sum of c^2), scalar ((sum of |c|)^2), tokens (exposure ignored). Default: logits where log-probabilities were recorded, else squared.", show_default=False)] = None,
