@@ -43,6 +43,8 @@ RECOMPILE_LIMIT = 64
 """Graphs of one pattern (before torch 2.12 of all patterns of a class of layers). torch's own limit is 8; modes, precisions, masks and single rows multiply."""
 ALL_RECOMPILES_LIMIT = 4096
 """The same over all plans of a process."""
+RECOMPILES = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": ALL_RECOMPILES_LIMIT}
+"""For whatever compiles a layer's class: torch counts a class's graphs together, whoever made them."""
 
 
 def compile_layer(forward: Callable[..., Any], *, pattern: Pattern, on_split: Callable[[JointGraph], Pattern | None], on_run: Callable[[], None] | None = None, on_graphs: Callable[[fx.GraphModule, fx.GraphModule], None] | None = None, run: Callable[[fx.GraphModule, str], Callable[[list[Any]], Any]] | None = None) -> Callable[..., Any]:
@@ -86,7 +88,7 @@ def compiler_settings() -> Iterator[None]:
     """
     with (
         torch._functorch.config.patch(donated_buffer=False),
-        torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, specialize_float=True, optimize_ddp=False, skip_fsdp_guards=False, recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=ALL_RECOMPILES_LIMIT),
+        torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, specialize_float=True, optimize_ddp=False, skip_fsdp_guards=False, **RECOMPILES),
         torch.fx.experimental._config.patch(use_duck_shape=False),
     ):
         yield

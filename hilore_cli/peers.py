@@ -33,7 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hilore_cli.codecs import compress, compressible, decompress, span_of
 from hilore_cli.errors import UsageError
-from hilore_cli.partition import HAS_ISOLATE_RECOMPILES
+from hilore_cli.partition import HAS_ISOLATE_RECOMPILES, RECOMPILES
 from hilore_cli.runtime import Handle
 from hilore_cli.workbench import Workbench, contexts_of_forward
 
@@ -42,7 +42,6 @@ Wrap = Callable[[int, nn.Module], Forward | None]
 """(position, layer) -> its forward while a peer runs; None leaves it as it is."""
 
 HEAD_MARK = "@"
-BUDGET_RECOMPILES = 64
 NARROWEST = 1 / 32
 """Of a layer input's elements: keys of one of 32 heads have as many, statistics of rows fewer."""
 SATURATION = 448.0
@@ -157,7 +156,7 @@ def compile_within(budget: float) -> Wrap:
             compiled[kind] = torch.compile(kind.forward, backend=backend, fullgraph=True, dynamic=False, **({"isolate_recompiles": True} if HAS_ISOLATE_RECOMPILES else {}))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with torch._dynamo.config.patch(recompile_limit=BUDGET_RECOMPILES):  # one graph for each size of micro-batch
+            with torch._dynamo.config.patch(**RECOMPILES):  # one graph for each size of micro-batch, beside whatever else compiled this class
                 return compiled[kind](layer, *args, **kwargs)
 
         return forward

@@ -154,6 +154,13 @@ def test_what_a_layer_saves_is_packed_once(bench) -> None:
     assert sum(sizes) * 4 == pytest.approx(paper_dp.held_bytes(bench)[0], rel=0.05)
 
 
+def test_a_class_that_others_compiled_before_is_compiled_again(bench, found) -> None:
+    bench.add_peer("membudget-half", compile_within(0.5))
+    with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=1):  # both used up: by the peers of `found`
+        gradients = bench.gradients_by("membudget-half")
+    assert gradient_error(gradients, bench.gradients_by("none")) < 1e-5
+
+
 def test_a_layer_without_an_mlp_is_refused() -> None:
     other = PeerBench(build_tiny("phi3", num_hidden_layers=1), [BATCH], GrpoConfig())
     with pytest.raises(UsageError, match="layer 0 has no gate_proj and up_proj"):
