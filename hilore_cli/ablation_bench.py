@@ -17,8 +17,8 @@ from hilore_cli.batches import MicroBatch, require_gradient
 from hilore_cli.bench import clock_of, compare_methods, today
 from hilore_cli.capture import model_identity
 from hilore_cli.grpo import GrpoConfig
+from hilore_cli.identities import batch_identity, describe_machine
 from hilore_cli.planner import PatternNames
-from hilore_cli.profiler import batch_identity, describe_machine
 from hilore_cli.runtime import check_identity
 from hilore_cli.schema import MethodRow, Profile, Variant
 from hilore_cli.sizes import Cap

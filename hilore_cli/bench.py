@@ -21,8 +21,8 @@ from hilore_cli.batches import MicroBatch, require_gradient, skip_zero_rows
 from hilore_cli.capture import model_identity
 from hilore_cli.errors import PlanMismatchError
 from hilore_cli.grpo import GrpoConfig, relative_error
+from hilore_cli.identities import batch_identity, describe_machine, update_digest
 from hilore_cli.models import decoder_layers
-from hilore_cli.profiler import batch_identity, describe_machine, update_digest
 from hilore_cli.runtime import check_identity
 from hilore_cli.schema import (
     BenchReport,

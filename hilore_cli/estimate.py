@@ -21,16 +21,8 @@ from hilore_cli.codecs import get_codec
 from hilore_cli.devices import DeviceModel
 from hilore_cli.fake import CapturedClass, FakeWorkbench, build_fake_model, capture_layers
 from hilore_cli.files import save_profile
-from hilore_cli.profiler import (
-    ProfileRequest,
-    batch_identity,
-    check_codecs,
-    check_one_update,
-    describe_machine,
-    measure_account,
-    measure_smaller_account,
-    micro_batch_row,
-)
+from hilore_cli.identities import batch_identity, describe_machine, micro_batch_row
+from hilore_cli.profiler import ProfileRequest, check_codecs, check_one_update
 from hilore_cli.relative import Risk, kappas_of, kind_of, scale_layers, scale_risk
 from hilore_cli.risk import candidate_units, mask_units
 from hilore_cli.schema import (
@@ -47,6 +39,7 @@ from hilore_cli.schema import (
     UnitRow,
     digest_of,
 )
+from hilore_cli.whole_step import measure_account, measure_smaller_account
 from hilore_cli.workbench import Progress
 
 METHODS = ("none", "gc", "recompute")

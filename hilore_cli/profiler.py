@@ -1,23 +1,18 @@
-"""Measuring one GRPO update: layers' graphs and units, memory account, whole-step times and peaks -> Profile.
+"""Measuring one GRPO update: whole steps (whole_step.py), layers' graphs, units and their risk, whole plans -> Profile.
 
 Stages, each kept in profiles/<name>/unfinished/ as soon as it is done, so that an interrupted profile goes on where it stopped:
 `steps` (peaks and account of none and checkpointing, times of these and of recompute-all), `layer-<i>` (units and their risk),
-`calibration` (predicted against measured error of whole plans). What it does NOT do: plan, or change the model's weights for good
+`calibration` (predicted against measured error of whole plans), `rounding` (what it makes of a gradient). What it does NOT do: plan, or change the model's weights for good
 (the timed updates run at a learning rate of zero).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import platform
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -32,10 +27,10 @@ from hilore_cli.capture import JointGraph, describe_joint, graph_digest, model_i
 from hilore_cli.codecs import get_codec
 from hilore_cli.errors import CaptureError, ProfileError, UsageError
 from hilore_cli.files import save_profile
-from hilore_cli.grpo import GrpoConfig, relative_error
+from hilore_cli.grpo import GrpoConfig
+from hilore_cli.identities import batch_identity, describe_machine, micro_batch_row
 from hilore_cli.models import text_decoder
 from hilore_cli.norms import squared_norm
-from hilore_cli.peak import MemoryTrace
 from hilore_cli.risk import (
     GradientChange,
     LayerCall,
@@ -52,12 +47,9 @@ from hilore_cli.risk import (
 from hilore_cli.schema import (
     MASK_CODEC,
     Account,
-    BatchId,
     CalibrationPair,
     LayerClass,
     LayerRow,
-    Machine,
-    MicroBatchRow,
     Profile,
     SmallerAccount,
     StepPeaks,
@@ -75,11 +67,10 @@ from hilore_cli.uncaptured import (
     run_backward,
     warn_of_uncaptured,
 )
+from hilore_cli.whole_step import measure_rounding, measure_steps
 from hilore_cli.workbench import Progress, Workbench, check_vocabulary
 
 OPERATOR_REPEATS = 5
-MOVED_OF = 32
-"""Of so many elements two are moved by their rounding to see what rounding makes of it: few enough to bring nothing themselves."""
 COUNTS = {"current_gradient_accumulation_steps", "num_items_in_batch", "batch_num_tokens", "global_batch_size", "entropy_threshold", "loss_scale_factor"}
 """Settings of a loss that count an update's tokens, rows or micro-batches: they may differ from one to the next."""
 CodecTimes = dict[tuple[str, str], tuple[float, float]]
@@ -165,12 +156,6 @@ def profile_update(model: nn.Module, batches: Sequence[tuple[str, MicroBatch]], 
     return profile
 
 
-def micro_batch_row(source: str, micro_batch: MicroBatch, *, gradient_norm: float) -> MicroBatchRow:
-    identity = batch_identity(micro_batch, source=source, task="")
-    shared = {name: getattr(identity, name) for name in ("source", "digest", "rows", "length", "tokens", "loss_tokens")}
-    return MicroBatchRow(**shared, logits=micro_batch.weight("logits"), squared=micro_batch.weight("squared"), scalar=micro_batch.weight("scalar"), uniform=micro_batch.weight("tokens"), gradient_norm=gradient_norm)
-
-
 def check_one_update(batches: Sequence[tuple[str, MicroBatch]]) -> None:
     """Raise ProfileError for micro-batches that are no parts of one update: the same twice, other losses, other layouts."""
     seen: dict[str, str] = {}
@@ -193,131 +178,6 @@ def _warn_of_other_terms(batches: Sequence[MicroBatch]) -> None:
     left_out = [name for name in names if any(getattr(batch.loss, name, None) for batch in batches)]
     if left_out:
         warnings.warn(f"the recorded loss has {' and '.join(left_out)}, which is left out of the profiled step: risk is that of the policy and KL terms", stacklevel=3)
-
-
-# ------------------------------------------------------------------------------------------------------------ whole steps
-
-
-def measure_steps(bench: Workbench, *, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Peaks and account of none and gc; times of none, gc and recompute-all.
-
-    Between no checkpointing and recompute-all lies every plan: the runtime with everything stored takes the time of none.
-    """
-    methods = ("none", "gc", "recompute")
-    progress("measuring peaks", 0, 3)
-    none_peak = bench.peak_bytes("none")
-    progress("measuring peaks", 1, 3)
-    account, gc_peak = measure_account(bench, bench.static())
-    smaller = measure_smaller_account(bench)
-    progress("measuring peaks", 2, 3)
-    with bench.method("recompute"):
-        bench.update()  # the other two have had their first whole update under the trace: the heap has grown
-    samples = bench.time_updates(methods, repeats=repeats, progress=progress)
-    times = {f"{name}_us": median(wall for wall, _ in samples[name]) for name in methods}
-    return {"account": account, "smaller": smaller, "peaks": {"none_bytes": none_peak, "gc_bytes": gc_peak}, "times": times | {"repeats": repeats, "threads": torch.get_num_threads()}}
-
-
-def measure_account(bench: Workbench, static: dict[str, int]) -> tuple[dict[str, int], int]:
-    """The account of what is live outside the layers, read off one traced update with checkpointing; and its peak."""
-    with bench.method("gc"):
-        trace = trace_marked_update(bench)
-    hidden = _hidden_bytes(bench)
-    total = sum(static.values())
-    shared = max(trace.live_at("layers") - hidden, 0)
-    stored = max(trace.live_at("head") - shared - hidden, 0)  # the layers' inputs, and the random states that checkpointing on a CPU keeps beside them
-    account = {
-        **static,
-        "shared_bytes": shared,
-        "head_bytes": max(trace.peak_between("head", "backward") - shared - stored, 0),
-        "tail_bytes": max(trace.peak_between("tail", "update") - shared, 0),
-        "update_bytes": trace.peak_between("update", None),
-    }
-    return account, total + trace.peak_bytes
-
-
-def measure_smaller_account(bench: Workbench) -> dict[str, Any] | None:
-    """The account with half of the rows; None where there are fewer than two rows with a loss token."""
-    whole = bench.batches
-    counted = whole[0].loss_mask.any(1).nonzero().flatten()
-    if len(counted) < 2:
-        return None
-    half = whole[0].take_rows(counted[: max(1, len(counted) // 2)])
-    bench.batches = [half]
-    try:
-        account, _ = measure_account(bench, bench.static())
-    finally:
-        bench.batches = whole
-    return {"tokens": half.tokens, "account": account}
-
-
-def trace_marked_update(bench: Workbench) -> MemoryTrace:
-    """One traced update with marks: layers (before the first), head, backward (of the last layer), tail, update."""
-    first, last = bench.layers[0][1], bench.layers[-1][1]
-    tracer = bench.tracer()
-    hooks = []
-
-    def before_layers(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if torch.is_grad_enabled() and not torch._C._current_graph_task_id() >= 0:
-            tracer.mark("layers")
-            if hidden.requires_grad:
-                hidden.register_hook(lambda grad: tracer.mark("tail"))
-
-    def after_layers(_module: nn.Module, _args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        tracer.mark("head")
-        hidden.register_hook(lambda grad: tracer.mark("backward"))
-
-    def before_update(*_: Any) -> None:
-        tracer.mark("update")
-
-    hooks.append(first.register_forward_pre_hook(before_layers, with_kwargs=True))
-    hooks.append(last.register_forward_hook(after_layers))
-    hooks.append(bench.optimizer.register_step_pre_hook(before_update))
-    try:
-        trace = tracer.trace(bench.update)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    marks = dict(trace.marks)
-    marks.setdefault("tail", marks["update"])  # an input without gradient (LoRA, frozen embedding) has no tail
-    return replace(trace, marks=marks)
-
-
-def _hidden_bytes(bench: Workbench) -> int:
-    config = bench.model.config.get_text_config()
-    dtype = torch.get_autocast_dtype(bench.device.type) if torch.is_autocast_enabled(bench.device.type) else next(bench.model.parameters()).dtype
-    return bench.batches[0].tokens * config.hidden_size * dtype.itemsize
-
-
-def measure_rounding(bench: Workbench, exact: dict[str, Tensor]) -> float:
-    """Relative change of the gradient when a few elements of the last layer's output gradient move by one rounding, up or down.
-
-    In bf16 all that is computed below then rounds otherwise, and the gradient is another one by about what its own roundings make of it:
-    SmolLM2 1.5e-2, at whichever size of change. So any plan that is not exact brings that, beside the error of its values. 0 in fp32.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def move(gradient: Tensor) -> Tensor:
-        if gradient.dtype not in (torch.bfloat16, torch.float16):
-            return gradient
-        drawn = torch.randint(0, MOVED_OF, gradient.shape, generator=generator).to(gradient.device)
-        steps = (drawn == 0).float() - (drawn == 1).float()
-        return (gradient.float() * (1 + torch.finfo(gradient.dtype).eps * steps)).to(gradient.dtype)
-
-    def after_last(_module: nn.Module, _args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if torch.is_grad_enabled() and hidden.requires_grad:
-            hidden.register_hook(move)
-
-    if all(parameter.dtype in (torch.float32, torch.float64) for parameter in bench.model.parameters()) and not torch.is_autocast_enabled(bench.device.type):
-        return 0.0
-    hook = bench.layers[-1][1].register_forward_hook(after_last)
-    try:
-        with bench.method("recompute"):
-            return relative_error(bench.gradients(), exact)
-    finally:
-        hook.remove()
 
 
 # ------------------------------------------------------------------------------------------------------------ one recording
@@ -518,40 +378,6 @@ def token_weights(micro_batch: MicroBatch) -> Tensor:
     weight = torch.zeros(micro_batch.tokens, dtype=torch.float64)
     weight[micro_batch.predicting_positions()] = micro_batch.known_exposure.square()
     return weight.view(micro_batch.shape)
-
-
-# --------------------------------------------------------------------------------------------------------------- identities
-
-
-def batch_identity(micro_batch: MicroBatch, *, source: str, task: str) -> BatchId:
-    """What was profiled: a digest over all tensors, layout and loss, and the shape that the plan will hold for."""
-    tensors = {f.name: value for f in fields(micro_batch) if isinstance(value := getattr(micro_batch, f.name), Tensor)}
-    told = json.dumps([micro_batch.layout, losses.to_dict(micro_batch.loss), list(tensors)], sort_keys=True)
-    digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors.values()) + told.encode()).hexdigest()[:16]
-    _, counts = torch.unique(micro_batch.group_ids, return_counts=True)
-    rows, length = micro_batch.shape
-    return BatchId(source=source, digest=digest, task=task, rows=rows, length=length, tokens=micro_batch.tokens, loss_tokens=micro_batch.loss_tokens, group_size=int(counts.max()))
-
-
-def update_digest(batches: Sequence[MicroBatch]) -> str:
-    """One micro-batch's digest, or one over those of several."""
-    digests = [batch_identity(batch, source="", task="").digest for batch in batches]
-    return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
-
-
-def describe_machine(device: torch.device) -> Machine:
-    """Device, processor and versions that figures depend on."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return Machine(device=name, cpu=_cpu_name(), threads=torch.get_num_threads(), torch=torch.__version__, transformers=transformers.__version__, python=sys.version.split()[0], hilore=hilore_cli.__version__)
-
-
-def _cpu_name() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _key(identity: dict[str, Any], batches: list[dict[str, Any]], request: ProfileRequest) -> str:

@@ -35,6 +35,7 @@ from hilore_cli.estimate import scale_micro_batches, trace_updates
 from hilore_cli.fake import FakeWorkbench, build_fake_model, capture_layers
 from hilore_cli.files import save_profile
 from hilore_cli.grpo import GrpoConfig, make_optimizer, micro_batch_loss
+from hilore_cli.identities import batch_identity, describe_machine
 from hilore_cli.models import DTYPES, decoder_layers, prepare_to_train
 from hilore_cli.norms import squared_norm
 from hilore_cli.partition import compile_layer, compiler_settings
@@ -42,11 +43,9 @@ from hilore_cli.profiler import (
     CodecTimes,
     ProfileRequest,
     StepRecord,
-    batch_identity,
     check_codecs,
     check_one_update,
     combine_layers,
-    describe_machine,
     measure_layer,
     timed_class,
     token_weights,

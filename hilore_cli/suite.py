@@ -30,6 +30,7 @@ from hilore_cli.bench import add_plans, clock_of, gradient_error, paired_interva
 from hilore_cli.capture import model_identity
 from hilore_cli.errors import HiloreError, PlanMismatchError, UsageError
 from hilore_cli.grpo import HEADS, GrpoConfig
+from hilore_cli.identities import batch_identity, describe_machine
 from hilore_cli.peers import (
     HEAD_MARK,
     UNSCALED,
@@ -45,7 +46,6 @@ from hilore_cli.peers import (
     pack_mlp,
     packing_of,
 )
-from hilore_cli.profiler import batch_identity, describe_machine
 from hilore_cli.schema import FrozenPlan
 from hilore_cli.sizes import Cap
 from hilore_cli.stages import Stages, key_of

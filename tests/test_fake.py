@@ -20,7 +20,8 @@ from hilore_cli.errors import UsageError
 from hilore_cli.fake import FakeTracer, FakeWorkbench, build_fake_model, capture_layers
 from hilore_cli.grpo import GrpoConfig
 from hilore_cli.models import load_config, prepare_to_train
-from hilore_cli.profiler import measure_account, measure_smaller_account, record_step
+from hilore_cli.profiler import record_step
+from hilore_cli.whole_step import measure_account, measure_smaller_account
 from hilore_cli.workbench import Workbench
 
 BATCH = synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=24, completion_tokens=40, group_size=4, seed=0)

@@ -28,10 +28,11 @@ from hilore_cli.peak import (
     workspace_bytes,
 )
 from hilore_cli.planner import solve_plan
-from hilore_cli.profiler import ProfileRequest, measure_account, profile_update
+from hilore_cli.profiler import ProfileRequest, profile_update
 from hilore_cli.schema import Pattern, Plan, Profile
 from hilore_cli.sizes import parse_cap
 from hilore_cli.timeline import simulate_step
+from hilore_cli.whole_step import measure_account
 from hilore_cli.workbench import Workbench
 
 MIB = 2**20

@@ -18,8 +18,9 @@ from hilore_cli.errors import ProfileError
 from hilore_cli.exposure import TrlLoss, VerlLoss
 from hilore_cli.files import load_profile
 from hilore_cli.grpo import GrpoConfig, gradients
+from hilore_cli.identities import batch_identity, update_digest
 from hilore_cli.planner import solve_plan
-from hilore_cli.profiler import ProfileRequest, batch_identity, profile_update, update_digest
+from hilore_cli.profiler import ProfileRequest, profile_update
 from hilore_cli.schema import Pattern, Variant
 from hilore_cli.sizes import parse_cap
 from hilore_cli.stages import Stages

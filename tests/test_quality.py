@@ -528,6 +528,7 @@ def test_the_table_fits_into_80_columns(report) -> None:
         (["--quality", "plan.json"], "leave out the plan"),
         (["--quality", "--suite", "--mem-cap", "1GiB"], "leave out --suite, --mem-cap"),
         (["--quality", "--codecs", "all"], "leave out --codecs"),
+        (["--quality", "--repeats", "3"], "leave out --repeats"),
         (["--quality", "--setting", "poems"], "setting 'poems': unknown; use one of chain-sum"),
     ],
     ids=["alone", "plan", "suite", "codecs", "unknown"],

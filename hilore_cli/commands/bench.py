@@ -34,13 +34,14 @@ from hilore_cli.views.bench import bench_view, codec_bench_view
 from hilore_cli.views.console import Reporter
 
 HEADS_OF_SUITE = "full,chunked"
+REPEATS = 5
 
 
 def bench_command(
     frozen_plan: Annotated[Path | None, typer.Argument(help="File that hilore apply wrote. Default: the newest in plans/.", show_default=False, autocompletion=complete_plans)] = None,
     batch: BatchFiles = None,
     model: ModelName = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Interleaved timed updates of each method, or samples of each codec.")] = 5,
+    repeats: Annotated[int | None, typer.Option(min=1, help=f"Interleaved timed updates of each method, or samples of each codec. Default: {REPEATS}.", show_default=False)] = None,
     also: Annotated[str, typer.Option(help="Further methods, comma-separated: store, recompute (the runtime's two uniform plans).")] = "",
     against: Annotated[list[Path] | None, typer.Option(help="Another frozen plan of the same model, as a row of its own. May be repeated.", show_default=False)] = None,
     skip_zero_rows: Annotated[bool, typer.Option("--skip-zero-rows", help="Also run checkpointing and the plan without the rows that have no gradient.")] = False,
@@ -71,10 +72,11 @@ def bench_command(
     of_plans = {"the plan": frozen_plan, "--batch": batch, "--model": model, "--also": also, "--against": against, "--skip-zero-rows": skip_zero_rows, "--suite": suite}
     of_suite = {"--mem-cap": mem_cap, "--heads": heads != HEADS_OF_SUITE, "--peers": peers, "--csv": as_csv, "--png": png}
     if quality:
-        if given := [option for option, value in {**of_plans, **of_suite, "--codecs": codecs is not None, "--sizes": sizes}.items() if value]:
+        if given := [option for option, value in {**of_plans, **of_suite, "--codecs": codecs is not None, "--sizes": sizes, "--repeats": repeats}.items() if value]:
             raise UsageError(f"--quality trains a model of its own under a plan of its own; leave out {', '.join(given)}")
         bench_quality(setting or next(iter(SETTINGS)), pairs=pairs, problems=problems, minutes=minutes, folder=folder, threads=threads, device=device, output=output, parquet=parquet, reporter=reporter)
         return
+    repeats = repeats or REPEATS
     of_quality = {"--setting": setting, "--pairs": pairs, "--problems": problems, "--minutes": minutes, "--folder": folder}
     if given := [option for option, value in of_quality.items() if value is not None]:
         raise UsageError(f"{given[0]} belongs to training in pairs; give --quality, too")

@@ -18,7 +18,7 @@ import hilore_cli
 from hilore_cli.bench import today
 from hilore_cli.capture import model_identity
 from hilore_cli.errors import HiloreError
-from hilore_cli.profiler import describe_machine
+from hilore_cli.identities import describe_machine
 from hilore_cli.quality.archive import Archive, starting_weights
 from hilore_cli.quality.arms import Arm, make_arms
 from hilore_cli.quality.chars import CharGame
