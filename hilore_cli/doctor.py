@@ -38,7 +38,7 @@ from hilore_cli.ilp import solver_version, try_solver
 from hilore_cli.integrations.clashes import WRITTEN_FOR
 from hilore_cli.models import DTYPES, choose_device, load_config
 from hilore_cli.runtime import forward, reason_of
-from hilore_cli.schema import FrozenPlan, Plan
+from hilore_cli.schema import FrozenPlan, Lora, Plan
 
 # -------------------------------------------------------------------------------------------------------------- machine
 
@@ -147,16 +147,16 @@ class Tried:
     """Layers that write into buffers: they can be neither planned nor checkpointed."""
 
 
-def examine_model(source: str, *, dtype: str, attn_implementation: str, lora_rank: int | None) -> list[Finding]:
+def examine_model(source: str, *, dtype: str, attn_implementation: str, lora: Lora | None) -> list[Finding]:
     """What of a model can be planned, from its configuration. Raises UsageError for a model that there is none of."""
     say = partial(Finding, subject=f"model {source}")
     try:
-        model = build_fake_model(load_config(source), dtype=dtype, attn_implementation=attn_implementation, lora_rank=lora_rank)
+        model = build_fake_model(load_config(source), dtype=dtype, attn_implementation=attn_implementation, lora=lora)
     except (ImportError, ValueError) as error:
         return [say(name="model", status="problem", detail=f"cannot be built with {attn_implementation} attention ({(str(error).splitlines() or [''])[0]}); install what is missing, or use sdpa")]
     parameters = list(model.parameters())
     trained, total = (sum(p.numel() for p in chosen) for chosen in ([p for p in parameters if p.requires_grad], parameters))
-    how = "all weights" if lora_rank is None else f"adapters of rank {lora_rank} on all linears"
+    how = "all weights" if lora is None else str(lora)
     found = [
         say(name="trained", status="ok", detail=f"{how}: {trained} of {total} parameters, {dtype}"),
         say(name="attention", status="ok", detail=f"{model.config._attn_implementation}; a plan is bound to it"),
@@ -251,7 +251,7 @@ def examine_plan(plan: Plan | FrozenPlan, *, device: str | None = None) -> list[
     found += [say(name="fingerprint", status=status, detail=check.detail), codec_finding(say, plan, device=device)]
     identity = plan.model
     try:
-        return found + examine_model(identity.source, dtype=identity.dtype, attn_implementation=identity.attn_implementation, lora_rank=identity.lora_rank)
+        return found + examine_model(identity.source, dtype=identity.dtype, attn_implementation=identity.attn_implementation, lora=identity.lora)
     except UsageError as error:
         return [*found, say(name="layers", status="skipped", detail=str(error))]
 

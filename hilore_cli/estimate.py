@@ -31,6 +31,7 @@ from hilore_cli.schema import (
     Estimate,
     LayerClass,
     LayerRow,
+    Lora,
     MicroBatchRow,
     Profile,
     SmallerAccount,
@@ -52,7 +53,7 @@ class Target:
 
     config: PreTrainedConfig
     dtype: str
-    lora_rank: int | None
+    lora: Lora | None
     device: DeviceModel
     time_error: float | None
     attn_implementation: str = "sdpa"
@@ -67,7 +68,7 @@ def estimate_update(target: Target, batches: Sequence[tuple[str, MicroBatch]], r
     batches = sorted(batches, key=lambda item: (not item[1].has_gradient, -item[1].tokens, -item[1].loss_tokens))
     source, micro_batch = batches[0]
     progress("building the model without weights", 0, 1)
-    model = build_fake_model(target.config, dtype=target.dtype, attn_implementation=target.attn_implementation, lora_rank=target.lora_rank)
+    model = build_fake_model(target.config, dtype=target.dtype, attn_implementation=target.attn_implementation, lora=target.lora)
     check_codecs(model, request.codecs)
     bench = FakeWorkbench(model, [micro_batch], request.config, workspace_bytes=target.device.workspace_bytes)
     progress("capturing layers", 0, 1)

@@ -33,7 +33,7 @@ from hilore_cli.errors import CaptureError
 from hilore_cli.grpo import GrpoConfig
 from hilore_cli.models import DTYPES, check_dtype, prepare_to_train
 from hilore_cli.peak import MemoryTrace, Step
-from hilore_cli.schema import LayerClass
+from hilore_cli.schema import LayerClass, Lora
 from hilore_cli.workbench import Workbench
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ def _grouped_shape(a: Tensor, b: Tensor, offs: Tensor, **_: Any) -> tuple[int, .
     return (offs.shape[0], a.shape[0], b.shape[1]) if a.dim() == b.dim() == 2 else (a.shape[-2], b.shape[-1])
 
 
-def build_fake_model(config: PreTrainedConfig, *, dtype: str, attn_implementation: str = "sdpa", lora_rank: int | None = None) -> nn.Module:
+def build_fake_model(config: PreTrainedConfig, *, dtype: str, attn_implementation: str = "sdpa", lora: Lora | None = None) -> nn.Module:
     """The model of a configuration as `load_model` gives it, on fake CPU tensors. Raises UsageError."""
     check_dtype(dtype)
     # without initial values: torch draws a truncated normal again until no value is outside, which a fake never says
@@ -68,7 +68,7 @@ def build_fake_model(config: PreTrainedConfig, *, dtype: str, attn_implementatio
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation=attn_implementation)
         model.tie_weights()  # which transformers leaves out there, too
-        return prepare_to_train(model, lora_rank=lora_rank, seed=0)
+        return prepare_to_train(model, lora=lora, seed=0)
 
 
 @contextmanager

@@ -117,7 +117,8 @@ def actor_update(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch
 def gradients(model: nn.Module, micro_batches: Sequence[MicroBatch], config: GrpoConfig, *, before: BeforeForward | None = None, deterministic: bool = False) -> dict[str, torch.Tensor]:
     """The gradient of all micro-batches together, by parameter name; the `.grad` of every parameter is left as it was.
 
-    A trainable parameter that the loss does not reach (an expert without tokens) has a gradient of zeros. `deterministic`: backward
+    A trainable parameter that the loss does not reach (an expert without tokens) has a gradient of zeros. Dropout drops the same values
+    each time, so that gradients of two methods can be compared. `deterministic`: backward
     runs in torch's deterministic mode. Forward does not: the mode is guarded, so that compiled layers would be compiled once more.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -125,7 +126,8 @@ def gradients(model: nn.Module, micro_batches: Sequence[MicroBatch], config: Grp
     try:
         for parameter in trainable.values():
             parameter.grad = None
-        _accumulate(model, micro_batches, config, before, deterministic=deterministic)
+        with _same_dropout(next(model.parameters()).device):
+            _accumulate(model, micro_batches, config, before, deterministic=deterministic)
         return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trainable.items()}
     finally:
         for name, parameter in trainable.items():
@@ -140,6 +142,14 @@ def _accumulate(model: nn.Module, micro_batches: Sequence[MicroBatch], config: G
         with kernel_mode(deterministic=True) if deterministic else nullcontext():
             loss.backward()
         del loss  # else its graph, and with it any input that requires a gradient, lives through the next forward
+
+
+@contextmanager
+def _same_dropout(device: torch.device) -> Iterator[None]:
+    """Context in which random operators draw what they draw each time; the generators are left as they were."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
 
 
 def can_repeat(device: torch.device) -> bool:

@@ -31,7 +31,9 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hilore_cli.errors import CaptureError, UsageError, first_line
+from hilore_cli.lora import put_lora_on
 from hilore_cli.presets import CONFIGS, PRESETS
+from hilore_cli.schema import Lora
 from hilore_cli.wheel_models import quiet_transformers, unpacked_wheel_model
 
 DTYPES = {
@@ -80,24 +82,21 @@ def load_model(
     *,
     dtype: str = "float32",
     attn_implementation: str = "sdpa",
-    lora_rank: int | None = None,
+    lora: Lora | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
     """Load a model as a GRPO trainer holds it: train mode, no KV cache, everything (or LoRA only) trainable.
 
-    `lora_rank`: freeze the weights and put adapters of that rank on every linear of the decoder layers (extra `lora`);
-    `seed` fixes their initial values, on every `device` the same.
+    `lora`: freeze the weights and put these adapters on (extra `lora`); `seed` fixes their initial values, on every `device` the same.
     Raises UsageError for whatever cannot be loaded whole: weights that are missing, cut short or of another shape.
     """
     check_dtype(dtype)
-    if lora_rank is not None and lora_rank < 1:
-        raise UsageError(f"lora rank {lora_rank}: must be at least 1")
     load = _random_model if is_random(spec) else _pretrained_model
     model = load(spec, dtype=DTYPES[dtype], attn_implementation=attn_implementation)
     if torch.device(device).type == "cpu":
         _own_the_weights(model)
-    return prepare_to_train(model, lora_rank=lora_rank, seed=seed).to(device)
+    return prepare_to_train(model, lora=lora, seed=seed).to(device)
 
 
 def check_dtype(name: str) -> None:
@@ -154,7 +153,7 @@ def _random_config(spec: str) -> PreTrainedConfig:
     return config
 
 
-def prepare_to_train(model: PreTrainedModel, *, lora_rank: int | None, seed: int) -> nn.Module:
+def prepare_to_train(model: PreTrainedModel, *, lora: Lora | None, seed: int) -> nn.Module:
     """The model as a trainer holds it: see `load_model`. Raises UsageError where LoRA is asked for without peft."""
     model.requires_grad_(True)
     for config in (model.config, model.config.get_text_config()):
@@ -162,7 +161,7 @@ def prepare_to_train(model: PreTrainedModel, *, lora_rank: int | None, seed: int
         if "output_router_logits" in vars(config):
             config.output_router_logits = False  # the profiled step has no router loss; a trainer asks for them in its own calls
     model.train()
-    return model if lora_rank is None else _with_lora(model, rank=lora_rank, seed=seed)
+    return model if lora is None else put_lora_on(model, decoder_layers(model), lora, seed=seed)
 
 
 def load_config(spec: str | Path) -> PreTrainedConfig:
@@ -358,27 +357,6 @@ def _hub_copy(hub_id: str) -> Path | None:
         return None
 
 
-# --- LoRA
-
-
 def _is_peft(model: nn.Module) -> bool:
     # by name: peft is an extra, and importing it takes seconds
     return any(cls.__name__ == "PeftModel" for cls in type(model).__mro__)
-
-
-def _with_lora(model: PreTrainedModel, *, rank: int, seed: int) -> nn.Module:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise UsageError("--lora needs peft; install it with: pip install 'hilore[lora]'") from error
-    targets = [
-        f"{name}.{inner}"
-        for name, layer in decoder_layers(model)
-        for inner, module in layer.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=targets, task_type="CAUSAL_LM")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        wrapped = get_peft_model(model, config)
-    return wrapped.train()

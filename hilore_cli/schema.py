@@ -11,11 +11,12 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hilore_cli.errors import ProfileError
+from hilore_cli.errors import ProfileError, UsageError
 
 PROFILE_VERSION = 4
 PLAN_VERSION = 4
@@ -126,8 +127,41 @@ class Machine(Strict):
     hilore: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Adapters of one rank on linears of the decoder layers, with PEFT's words. Raises UsageError for values outside PEFT's.
+
+    `alpha`: None is twice the rank, and then is what the adapters have. `targets`: last parts of the linears' names (q_proj); None is all of them.
+    """
+
+    rank: int
+    alpha: float | None = None
+    dropout: float = 0.0
+    targets: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UsageError(f"lora rank {self.rank}: must be at least 1")
+        if self.alpha is not None and not self.alpha > 0:
+            raise UsageError(f"lora alpha {self.alpha:g}: must be above 0")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"lora dropout {self.dropout:g}: must be from 0 to under 1")
+        if self.targets is not None and not self.targets:
+            raise UsageError("lora targets: none is named; name linears such as q_proj,v_proj, or leave them out for all")
+
+    def __str__(self) -> str:
+        parts = [f"LoRA of rank {self.rank}"]
+        if self.alpha not in (None, 2 * self.rank):
+            parts.append(f"alpha {self.alpha:g}")
+        if self.dropout:
+            parts.append(f"dropout {self.dropout:g}")
+        return f"{', '.join(parts)} on {'all linears' if self.targets is None else ' and '.join(self.targets)}"
+
+
 class ModelId(Strict):
     """What a plan is bound to. Two models with equal fingerprints run the same graphs."""
+
+    LATER: ClassVar[set[str]] = {"lora_alpha", "lora_dropout", "lora_targets"}
 
     source: str = Field(description="preset, folder name or hub id that was profiled; for people, not compared")
     architecture: str
@@ -138,6 +172,15 @@ class ModelId(Strict):
     dtype: str
     attn_implementation: str
     lora_rank: int | None
+    lora_alpha: float | None = Field(default=None, description="null in older files: twice the rank")
+    lora_dropout: float = 0.0
+    lora_targets: list[str] | None = Field(default=None, description="last parts of the names of the linears with adapters; null: all linears of the decoder layers")
+
+    @property
+    def lora(self) -> Lora | None:
+        if self.lora_rank is None:
+            return None
+        return Lora(rank=self.lora_rank, alpha=self.lora_alpha, dropout=self.lora_dropout, targets=None if self.lora_targets is None else tuple(self.lora_targets))
 
 
 class BatchId(Strict):
@@ -645,8 +688,15 @@ def digest_of(record: Strict) -> str:
 
 def digested(record: Strict) -> dict[str, Any]:
     """What a record's digest covers."""
+    left_out = _at_default(record) | dict.fromkeys(getattr(type(record), "UNDIGESTED", ()), True)
+    return record.model_dump(mode="json", exclude=left_out)
+
+
+def _at_default(record: Strict) -> dict[str, Any]:
+    """Fields of LATER at their default, of a record and of those in it, as pydantic leaves them out: name -> True, or the same of that record."""
     later = {name for name in getattr(type(record), "LATER", ()) if getattr(record, name) == type(record).model_fields[name].default}
-    return record.model_dump(mode="json", exclude=getattr(type(record), "UNDIGESTED", set()) | later)
+    inner = {name: _at_default(value) for name, value in record if isinstance(value, Strict)}
+    return {name: fields for name, fields in inner.items() if fields} | dict.fromkeys(later, True)
 
 
 def digest_of_document(document: dict[str, Any]) -> str:

@@ -99,7 +99,7 @@ def build_skeleton(folder: Path, weights: WeightFiles, *, dtype: str, device: to
     """The model with all its weights but the layers', which are on torch's meta device. Raises UsageError."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = prepare_to_train(AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa"), lora_rank=None, seed=0)
+        model = prepare_to_train(AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="sdpa"), lora=None, seed=0)
     layers = tuple(f"{fqn}." for fqn, _ in decoder_layers(model))
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {name for name, _ in model.named_parameters()}
     for name, parameter in list(model.named_parameters()):

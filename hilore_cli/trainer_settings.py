@@ -117,6 +117,16 @@ def _of_plan(settings: Mapping[str, Any], plan: Plan | FrozenPlan | None) -> Ite
     if "use_peft" in settings and rank != plan.model.lora_rank:
         words = {None: "the whole model"}
         yield "use_peft", "problem", f"trains {words.get(rank, f'adapters of rank {rank}')}, the plan is for {words.get(plan.model.lora_rank, f'adapters of rank {plan.model.lora_rank}')}; profile what is trained (hilore profile --lora)"
+        return
+    lora, another = plan.model.lora, "another graph, treated as planned where its units are the same; profile with"
+    if not settings.get("use_peft") or lora is None:
+        return
+    alpha, planned = settings.get("lora_alpha", 32), lora.alpha or 2 * lora.rank
+    if alpha != planned:
+        yield "lora_alpha", "warning", f"{alpha:g}, the plan was made with {planned:g}: {another} --lora-alpha {alpha:g}"
+    dropout, whose = settings.get("lora_dropout", 0.05), "" if "lora_dropout" in settings else " (TRL's default)"
+    if dropout != lora.dropout:
+        yield "lora_dropout", "warning", f"{dropout:g}{whose}, the plan was made with {lora.dropout:g}: {another} --lora-dropout {dropout:g}"
 
 
 def _zero_stage(settings: Mapping[str, Any]) -> int | None:

@@ -40,7 +40,7 @@ from hilore_cli.errors import CheckError, PlanMismatchError, UsageError
 from hilore_cli.files import load_frozen_plan, load_plan_file, load_report, save_json, save_profile
 from hilore_cli.identities import batch_identity
 from hilore_cli.models import load_config, load_model
-from hilore_cli.schema import Estimate, Measurement, Pattern, Plan, freeze
+from hilore_cli.schema import Estimate, Lora, Measurement, Pattern, Plan, freeze
 from hilore_cli.views.check import junit_xml, summary_words
 
 ROOT = Path(__file__).parent.parent
@@ -293,8 +293,8 @@ def test_junit_holds_every_check() -> None:
 @pytest.mark.parametrize(("family", "overrides"), [("llama", {}), ("qwen3", {"tie_word_embeddings": True}), ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16}), ("gemma3_text", {}), ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4})])
 def test_a_fingerprint_without_weights_is_that_of_the_loaded_model(tmp_path, family: str, overrides: dict[str, object]) -> None:
     build_tiny(family, **overrides).save_pretrained(tmp_path)
-    for dtype, lora_rank in (("float32", None), ("bfloat16", None), *([("float32", 4)] if family == "qwen3" else [])):
-        identity = model_identity(load_model(tmp_path, dtype=dtype, lora_rank=lora_rank), source="tiny")
+    for dtype, lora in (("float32", None), ("bfloat16", None), *([("float32", Lora(rank=4)), ("float32", Lora(rank=2, alpha=2.0, dropout=0.1, targets=("q_proj",)))] if family == "qwen3" else [])):
+        identity = model_identity(load_model(tmp_path, dtype=dtype, lora=lora), source="tiny")
         built = build_on_meta(config_here(str(tmp_path)), identity)
         assert model_identity(built, source="tiny") == identity
         assert all(parameter.is_meta for parameter in built.parameters())

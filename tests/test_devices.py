@@ -28,7 +28,7 @@ from hilore_cli.models import choose_device, load_model
 from hilore_cli.profiler import ProfileRequest, record_step, token_weights
 from hilore_cli.risk import embedding_gain
 from hilore_cli.rollout import with_sampling_logps
-from hilore_cli.schema import Pattern
+from hilore_cli.schema import Lora, Pattern
 from hilore_cli.workbench import Workbench, contexts_of_forward
 
 BATCH = synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=8, completion_tokens=16, group_size=4, seed=0)
@@ -279,10 +279,10 @@ def test_devices_that_are_not_there(monkeypatch) -> None:
 def test_a_model_is_loaded_to_its_device(tmp_path) -> None:
     """Adapters too, and whatever else the model holds."""
     build_tiny("llama").save_pretrained(tmp_path)
-    for rank in (None, 2):
-        model = load_model(tmp_path, device="meta", lora_rank=rank)
+    for lora in (None, Lora(rank=2)):
+        model = load_model(tmp_path, device="meta", lora=lora)
         assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
-        assert {t.device.type for t in load_model(tmp_path, lora_rank=rank).parameters()} == {"cpu"}
+        assert {t.device.type for t in load_model(tmp_path, lora=lora).parameters()} == {"cpu"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

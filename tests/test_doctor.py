@@ -21,6 +21,7 @@ from hilore_cli.findings import problems
 from hilore_cli.grpo import GrpoConfig
 from hilore_cli.integrations.clashes import REFUSED, TRL
 from hilore_cli.profiler import record_step
+from hilore_cli.schema import Lora
 from hilore_cli.trainer_settings import examine_settings, read_settings
 from hilore_cli.workbench import Workbench
 
@@ -121,7 +122,7 @@ class Nosy:
 
 def test_a_model_whose_layers_are_captured(tmp_path):
     build_tiny("llama", num_hidden_layers=3).save_pretrained(tmp_path)
-    found = by_name(doctor.examine_model(str(tmp_path), dtype="float32", attn_implementation="eager", lora_rank=None))
+    found = by_name(doctor.examine_model(str(tmp_path), dtype="float32", attn_implementation="eager", lora=None))
     assert found["layers"].detail == "3 of 3 captured whole, as 1 class (3)"
     assert found["attention"].detail.startswith("eager")
     assert not problems(list(found.values()))
@@ -132,7 +133,7 @@ DENSE_THEN_SPARSE = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "n_rout
 
 def test_a_model_of_two_classes(tmp_path):
     build_tiny("deepseek_v3", **DENSE_THEN_SPARSE).save_pretrained(tmp_path)
-    found = by_name(doctor.examine_model(str(tmp_path), dtype="bfloat16", attn_implementation="sdpa", lora_rank=None))
+    found = by_name(doctor.examine_model(str(tmp_path), dtype="bfloat16", attn_implementation="sdpa", lora=None))
     assert (found["layers"].status, found["layers"].detail) == ("ok", "3 of 3 captured whole, as 2 classes (1 + 2)")
 
 
@@ -140,8 +141,8 @@ def test_adapters(tmp_path):
     """They are what trains. The lowest layer's input has no gradient, so that its graph is another."""
     pytest.importorskip("peft")
     build_tiny("llama", num_hidden_layers=3).save_pretrained(tmp_path)
-    found = by_name(doctor.examine_model(str(tmp_path), dtype="float32", attn_implementation="sdpa", lora_rank=2))
-    assert found["trained"].detail.startswith("adapters of rank 2 on all linears: ")
+    found = by_name(doctor.examine_model(str(tmp_path), dtype="float32", attn_implementation="sdpa", lora=Lora(rank=2)))
+    assert found["trained"].detail.startswith("LoRA of rank 2 on all linears: ")
     assert found["layers"].detail == "3 of 3 captured whole, as 2 classes (1 + 2)"
 
 
@@ -259,6 +260,23 @@ def test_settings_that_the_plans_fingerprint_refuses(settings, name):
     assert not problems(examine_settings(fitting, where="s", plan=plan))
 
 
+def test_adapters_that_make_another_graph_than_the_plans():
+    plan = load_frozen_plan(REFERENCE)
+    adapters = {"lora_rank": 16, "lora_alpha": 32.0, "lora_dropout": 0.05}
+    settings = QUIET | {"use_peft": True}
+
+    def found(**changed):
+        of_plan = plan.model_copy(update={"model": plan.model.model_copy(update=adapters | changed)})
+        return {name: finding.detail for name, finding in by_name(examine_settings(settings, where="s", plan=of_plan)).items() if name.startswith("lora")}
+
+    assert found() == {}
+    assert found(lora_alpha=None) == {}
+    assert found(lora_alpha=16.0, lora_dropout=0.0) == {
+        "lora_alpha": "32, the plan was made with 16: another graph, treated as planned where its units are the same; profile with --lora-alpha 32",
+        "lora_dropout": "0.05 (TRL's default), the plan was made with 0: another graph, treated as planned where its units are the same; profile with --lora-dropout 0.05",
+    }
+
+
 def test_the_words_are_those_of_the_integration(here, tmp_path):
     """And defaults are TRL's own: an empty file of settings is refused as the trainer would be."""
     (tmp_path / "grpo.yaml").write_text("learning_rate: 1e-6\nbf16: false\n")
@@ -273,6 +291,8 @@ def test_defaults_are_trls():
     defaults = {name: field.default for name, field in trl.GRPOConfig.__dataclass_fields__.items()}
     assert defaults["gradient_checkpointing"] is True
     assert defaults["bf16"] is None, "None: on unless fp16 is"
+    model = {name: field.default for name, field in trl.ModelConfig.__dataclass_fields__.items()}
+    assert (model["lora_r"], model["lora_alpha"], model["lora_dropout"]) == (16, 32, 0.05)
     assert trl.ModelConfig.__dataclass_fields__["lora_r"].default == 16
 
 

@@ -21,6 +21,7 @@ from hilore_cli.fake import FakeTracer, FakeWorkbench, build_fake_model, capture
 from hilore_cli.grpo import GrpoConfig
 from hilore_cli.models import load_config, prepare_to_train
 from hilore_cli.profiler import record_step
+from hilore_cli.schema import Lora
 from hilore_cli.whole_step import measure_account, measure_smaller_account
 from hilore_cli.workbench import Workbench
 
@@ -48,8 +49,9 @@ def benches(case: str, head: str = "chunked") -> SimpleNamespace:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # as transformers loads one: weights of a dtype, buffers as they are
         model = AutoModelForCausalLM.from_config(base, dtype=getattr(torch, dtype), attn_implementation="sdpa")
-    model = prepare_to_train(model, lora_rank=rank, seed=0)
-    return SimpleNamespace(real=Workbench(model, [BATCH], config), fake=FakeWorkbench(build_fake_model(base, dtype=dtype, lora_rank=rank), [BATCH], config))
+    lora = None if rank is None else Lora(rank=rank)
+    model = prepare_to_train(model, lora=lora, seed=0)
+    return SimpleNamespace(real=Workbench(model, [BATCH], config), fake=FakeWorkbench(build_fake_model(base, dtype=dtype, lora=lora), [BATCH], config))
 
 
 def by_tracer(bench: Workbench) -> Workbench:

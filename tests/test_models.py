@@ -22,6 +22,7 @@ from hilore_cli.models import (
     weights_folder,
 )
 from hilore_cli.presets import PRESETS
+from hilore_cli.schema import Lora
 from hilore_cli.wheel_models import cache_folder, unpermute
 
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed (extra lora)")
@@ -226,13 +227,13 @@ def test_a_model_without_layers_is_refused():
 
 @needs_peft
 def test_lora(folder):
-    model = load_model(folder, lora_rank=4, seed=1)
+    model = load_model(folder, lora=Lora(rank=4), seed=1)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(names) == 2 * 7 * 2  # A and B of seven linears in two layers
     assert all("lora_" in name and ".layers." in name for name in names)
     assert [name for name, _ in decoder_layers(model)] == [f"base_model.model.model.layers.{i}" for i in range(2)]
     assert dict(model.named_modules())["base_model.model.model.layers.0"] is decoder_layers(model)[0][1]
-    again, other = load_model(folder, lora_rank=4, seed=1), load_model(folder, lora_rank=4, seed=2)
+    again, other = load_model(folder, lora=Lora(rank=4), seed=1), load_model(folder, lora=Lora(rank=4), seed=2)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     mb = synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=5, completion_tokens=6, group_size=4, seed=0)
@@ -241,14 +242,12 @@ def test_lora(folder):
     )
     assert set(full) == set(names)
     assert max(relative_error(chunked, full), relative_error(one, full)) <= 1e-5
-    with pytest.raises(UsageError, match="lora rank 0"):
-        load_model(folder, lora_rank=0)
 
 
 def test_lora_without_peft(folder, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(UsageError, match=r"hilore\[lora\]"):
-        load_model(folder, lora_rank=4)
+        load_model(folder, lora=Lora(rank=4))
 
 
 @pytest.mark.realmodel

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hilore_cli.commands.options import Device, Json, Quiet, complete_models_and_plans
+from hilore_cli.commands.inputs import adapters_of
+from hilore_cli.commands.options import (
+    Device,
+    Json,
+    LoraAlpha,
+    LoraDropout,
+    LoraTargets,
+    Quiet,
+    complete_models_and_plans,
+)
 from hilore_cli.commands.reading import read_plan
 from hilore_cli.errors import CheckError
 from hilore_cli.views.console import Reporter
@@ -24,6 +33,9 @@ def doctor_command(
     dtype: Annotated[str, typer.Option(help="Of a model: float32 or bfloat16.")] = "float32",
     attention: Annotated[str, typer.Option(help="Of a model: its attention implementation in transformers.")] = "sdpa",
     lora: Annotated[int | None, typer.Option(min=1, help="Of a model: rank of LoRA adapters; without it everything is trained.", show_default=False)] = None,
+    lora_alpha: LoraAlpha = None,
+    lora_dropout: LoraDropout = None,
+    lora_targets: LoraTargets = None,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -35,12 +47,13 @@ def doctor_command(
     from hilore_cli.trainer_settings import examine_settings, read_settings, unseen_settings
 
     reporter = Reporter(as_json=as_json, quiet=quiet)
+    adapters = adapters_of(lora, alpha=lora_alpha, dropout=lora_dropout, targets=lora_targets)
     settings = [(path, read_settings(path)) for path in trainer_args or []]
     plan = read_plan(Path(target)) if target is not None and (target.endswith(".json") or Path(target).is_file()) else None
     findings = examine_machine(device=device)
     if target is not None:
         reporter.note(f"capturing the layers of {target if plan is None else plan.model.source} on fake tensors")
-        findings += examine_plan(plan, device=device) if plan is not None else examine_model(target, dtype=dtype, attn_implementation=attention, lora_rank=lora)
+        findings += examine_plan(plan, device=device) if plan is not None else examine_model(target, dtype=dtype, attn_implementation=attention, lora=adapters)
     for path, given in settings:
         findings += examine_settings(given, where=str(path), plan=plan)
     if not settings:

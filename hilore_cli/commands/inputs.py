@@ -23,7 +23,7 @@ from hilore_cli.views.console import Reporter
 
 if TYPE_CHECKING:
     from hilore_cli.batches import MicroBatch
-    from hilore_cli.schema import Profile
+    from hilore_cli.schema import Lora, Profile
 
 
 def load_batches(sources: list[str]) -> list[tuple[str, MicroBatch]]:
@@ -185,11 +185,22 @@ def task_options(texts: list[str]) -> dict[str, Any]:
 
 
 def load_planned_model(source: str, planned: Any, *, device: str | None) -> Any:
-    """The model that a plan (solved or frozen) is for: its dtype, attention implementation and LoRA rank."""
+    """The model that a plan (solved or frozen) is for: its dtype, attention implementation and adapters."""
     from hilore_cli.models import choose_device, load_model
 
     identity = planned.model
-    return load_model(source, dtype=identity.dtype, attn_implementation=identity.attn_implementation, lora_rank=identity.lora_rank, device=choose_device(device))
+    return load_model(source, dtype=identity.dtype, attn_implementation=identity.attn_implementation, lora=identity.lora, device=choose_device(device))
+
+
+def adapters_of(rank: int | None, *, alpha: float | None, dropout: float | None, targets: str | None) -> Lora | None:
+    """What --lora and its options ask for. Raises UsageError."""
+    from hilore_cli.schema import Lora
+
+    if rank is None:
+        if given := [option for option, value in {"--lora-alpha": alpha, "--lora-dropout": dropout, "--lora-targets": targets}.items() if value is not None]:
+            raise UsageError(f"{given[0]} is of adapters; give their rank with --lora, too")
+        return None
+    return Lora(rank=rank, alpha=alpha, dropout=dropout or 0.0, targets=None if targets is None else tuple(split_names(targets)))
 
 
 def set_threads(count: int | None) -> None:

@@ -66,4 +66,7 @@ Device = Annotated[str | None, typer.Option("--device", envvar="HILORE_DEVICE", 
 ProfileFolder = Annotated[Path | None, typer.Argument(help="Folder that hilore profile wrote. Default: the newest in profiles/.", show_default=False, autocompletion=complete_profiles)]
 MemCap = Annotated[str, typer.Option(help="Cap on the peak of a whole update: 1.1x-gc (times the checkpointing peak), 0.9x-none, or 40GiB.")]
 Codecs = Annotated[str | None, typer.Option(help="Codecs to use, comma-separated. Default: those of the profile.", show_default=False)]
+LoraAlpha = Annotated[float | None, typer.Option("--lora-alpha", help="With --lora: PEFT's lora_alpha. Default: twice the rank.", show_default=False)]
+LoraDropout = Annotated[float | None, typer.Option("--lora-dropout", help="With --lora: PEFT's lora_dropout. Default: 0.", show_default=False)]
+LoraTargets = Annotated[str | None, typer.Option("--lora-targets", help="With --lora: linears of the decoder layers that have adapters, by the last part of their names, comma-separated (q_proj,v_proj). Default: all.", show_default=False)]
 ModelName = Annotated[str | None, typer.Option("--model", help="Preset, folder or hub id. Default: the plan's.", show_default=False, autocompletion=complete_models)]

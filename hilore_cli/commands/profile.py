@@ -10,6 +10,7 @@ import typer
 from hilore_cli import malloc
 from hilore_cli.commands.documents import profile_document
 from hilore_cli.commands.inputs import (
+    adapters_of,
     check_replaced,
     check_task,
     file_name,
@@ -29,6 +30,9 @@ from hilore_cli.commands.options import (
     SHIPPED_TASK,
     BatchFiles,
     Json,
+    LoraAlpha,
+    LoraDropout,
+    LoraTargets,
     Quiet,
     Threads,
     complete_models,
@@ -41,7 +45,7 @@ from hilore_cli.views.profile import profile_view
 if TYPE_CHECKING:
     from hilore_cli.batches import MicroBatch
     from hilore_cli.profiler import ProfileRequest
-    from hilore_cli.schema import Profile
+    from hilore_cli.schema import Lora, Profile
 
 MEASURING = (None, "cpu", "cuda")
 """--device: these measure; every other name is a device model's."""
@@ -55,6 +59,9 @@ def profile_command(
     tokens: Annotated[int | None, typer.Option(min=64, help="Without --batch: about so many tokens (padding included) are sampled. Default: 1024.", show_default=False)] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     lora: Annotated[int | None, typer.Option(min=1, help="LoRA rank; without it everything is trained.", show_default=False)] = None,
+    lora_alpha: LoraAlpha = None,
+    lora_dropout: LoraDropout = None,
+    lora_targets: LoraTargets = None,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling, of LoRA and of the measurements.")] = 0,
     codecs: Annotated[str | None, typer.Option(help="Codecs to measure, comma-separated; empty: none. Default: fbgemm-int8,fbgemm-int4 on a CPU, int8,int4 on a GPU.", show_default=False)] = None,
     head: Annotated[str, typer.Option(help="Loss head: chunked, full or one-pass.")] = "chunked",
@@ -78,6 +85,7 @@ def profile_command(
     if layers_sample and lora is not None:
         raise UsageError("--layers-sample: of a model whose own weights train; profile adapters without it")
     malloc.steady_malloc()
+    adapters = adapters_of(lora, alpha=lora_alpha, dropout=lora_dropout, targets=lora_targets)
     from hilore_cli.codecs import default_codecs, get_codec
     from hilore_cli.grpo import GrpoConfig
     from hilore_cli.profiler import ProfileRequest
@@ -89,7 +97,7 @@ def profile_command(
     set_threads(threads)
     request = ProfileRequest(name=name, source=model, task=task, sources=[], codecs=chosen or [], config=config, seed=seed, repeats=repeats)
     if estimated:
-        estimate(request, device=device, batch=batch, tokens=tokens, rows=rows, dtype=dtype, lora=lora, default_codecs=chosen is None, relative=relative, reporter=reporter)
+        estimate(request, device=device, batch=batch, tokens=tokens, rows=rows, dtype=dtype, lora=adapters, default_codecs=chosen is None, relative=relative, reporter=reporter)
         return
     from dataclasses import replace
 
@@ -126,7 +134,7 @@ def profile_command(
         with reporter.progress() as progress:
             profile = profile_by_layers(weights_folder(model), batches, replace(request, sources=sources_of(batch, batches)), dtype=dtype, device=place, relative=kin, out=folder, progress=progress)
         return _tell(profile, folder, reporter=reporter)
-    loaded = load_model(model, dtype=dtype, lora_rank=lora, seed=seed, device=place)
+    loaded = load_model(model, dtype=dtype, lora=adapters, seed=seed, device=place)
     if is_random(model):
         reporter.note("random weights: bytes and times are those of the shape, gradient errors are no trained model's")
     if batches is None:
@@ -144,7 +152,7 @@ def estimate(
     tokens: int | None,
     rows: int | None,
     dtype: str,
-    lora: int | None,
+    lora: Lora | None,
     default_codecs: bool,
     relative: Path | None,
     reporter: Reporter,
@@ -179,7 +187,7 @@ def estimate(
         batches = load_batches([str(path) for path in batch])
     else:
         batches = invented_batches(request.task, name=request.name, tokens=tokens, rows=rows, vocabulary=settings.get_text_config().vocab_size, reporter=reporter)
-    target = Target(config=settings, dtype=dtype, lora_rank=lora, device=model_of_device, time_error=error)
+    target = Target(config=settings, dtype=dtype, lora=lora, device=model_of_device, time_error=error)
     folder = PROFILES / request.name
     with reporter.progress() as progress:
         profile = estimate_update(target, batches, replace(request, sources=sources_of(batch, batches)), relative=kin, folder=folder, progress=progress)

@@ -81,7 +81,7 @@ def provenance(story: Story) -> list[tuple[str, str]]:
     machine, model, batch = profile.machine, plan.model, plan.batch
     place = machine.cpu if machine.device == "cpu" else machine.device
     rows = [
-        ("model", f"{model.source}: {model.architecture}, {model.layers} layers, {model.parameters:,} parameters, {model.dtype}, {model.attn_implementation}" + (f", LoRA of rank {model.lora_rank}" if model.lora_rank else "")),
+        ("model", f"{model.source}: {model.architecture}, {model.layers} layers, {model.parameters:,} parameters, {model.dtype}, {model.attn_implementation}" + (f", {model.lora}" if model.lora else "")),
         ("micro-batch", f"{batch.rows} rows of {batch.length} tokens, {batch.loss_tokens} of them in the loss; task {batch.task}; the update has {plan.update.micro_batches}"),
         ("budgets", f"cap {plan.budgets.mem_cap}, risk {plan.budgets.risk:g}, codecs {', '.join(plan.budgets.codecs) or 'none'}, loss head {plan.head}"),
         ("profile", f"{profile.name}, {plan.profile_digest}, of {profile.created[:10]}"),

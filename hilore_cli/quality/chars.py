@@ -63,7 +63,7 @@ def build_model(spec: CharGameSpec, *, vocabulary: int) -> PreTrainedModel:
         bos_token_id=None,
         eos_token_id=END,
     )
-    return prepare_to_train(with_random_weights(config), lora_rank=None, seed=0)
+    return prepare_to_train(with_random_weights(config), lora=None, seed=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------- warm-up

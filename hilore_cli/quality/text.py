@@ -16,6 +16,7 @@ from hilore_cli.models import load_model, load_tokenizer
 from hilore_cli.quality.game import Accuracy, Rollout, loss_of, seed_of, split_updates, widen
 from hilore_cli.quality.settings import Setting, TextGameSpec
 from hilore_cli.rollout import generate_rollouts, prompt_ids
+from hilore_cli.schema import Lora
 from hilore_cli.tasks import Task, load_task
 from hilore_cli.workbench import Progress
 
@@ -35,7 +36,7 @@ class TextGame:
         self.recipe = setting.recipe
         self.tokenizer = load_tokenizer(self.spec.model)
         self.held_out = self._draw(setting.problems, seed=0)
-        self.model = load_model(self.spec.model, lora_rank=self.spec.lora_rank, device=device)
+        self.model = load_model(self.spec.model, lora=Lora(rank=self.spec.lora_rank), device=device)
         self.source = self.spec.model
 
     def warm_up(self, progress: Progress) -> None:
