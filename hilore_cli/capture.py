@@ -218,9 +218,7 @@ def model_identity(model: torch.nn.Module, *, source: str) -> ModelId:
         dtype=str(parameters[0][1].dtype).removeprefix("torch."),
         attn_implementation=str(config._attn_implementation),
         lora_rank=lora and lora.rank,
-        lora_alpha=lora and lora.alpha,
-        lora_dropout=lora.dropout if lora else 0.0,
-        lora_targets=lora and lora.targets and list(lora.targets),
+        **({} if lora is None else {"lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "lora_targets": None if lora.targets is None else list(lora.targets)}),
     )
 
 

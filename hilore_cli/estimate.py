@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from hilore_cli.batches import MicroBatch, require_gradient
 from hilore_cli.capture import model_identity
 from hilore_cli.codecs import get_codec
-from hilore_cli.devices import DeviceModel
+from hilore_cli.devices import CPU_MODEL, DeviceModel
 from hilore_cli.fake import CapturedClass, FakeWorkbench, build_fake_model, capture_layers
 from hilore_cli.files import save_profile
 from hilore_cli.identities import batch_identity, describe_machine, micro_batch_row
@@ -70,7 +70,7 @@ def estimate_update(target: Target, batches: Sequence[tuple[str, MicroBatch]], r
     progress("building the model without weights", 0, 1)
     model = build_fake_model(target.config, dtype=target.dtype, attn_implementation=target.attn_implementation, lora=target.lora)
     check_codecs(model, request.codecs)
-    bench = FakeWorkbench(model, [micro_batch], request.config, workspace_bytes=target.device.workspace_bytes)
+    bench = FakeWorkbench(model, [micro_batch], request.config, workspace_bytes=target.device.workspace_bytes, fused_dropout=target.device.reported_as != CPU_MODEL.reported_as)
     progress("capturing layers", 0, 1)
     classes, of_layer = capture_layers(bench)
     units = estimate_units(classes, of_layer, relative=relative, codecs=request.codecs, device=target.device)

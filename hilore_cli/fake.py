@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
@@ -33,6 +34,7 @@ from hilore_cli.errors import CaptureError
 from hilore_cli.grpo import GrpoConfig
 from hilore_cli.models import DTYPES, check_dtype, prepare_to_train
 from hilore_cli.peak import MemoryTrace, Step
+from hilore_cli.runtime import Handle
 from hilore_cli.schema import LayerClass, Lora
 from hilore_cli.workbench import Workbench
 
@@ -92,14 +94,24 @@ def _moving_fakes() -> Iterator[None]:
 
 
 class FakeWorkbench(Workbench):
-    """A workbench whose model is fake: its updates take memory only on paper. `workspace_bytes`: what the target's libraries keep."""
+    """A workbench whose model is fake: its updates take memory only on paper.
 
-    def __init__(self, model: nn.Module, batches: Sequence[MicroBatch], config: GrpoConfig, *, workspace_bytes: int = 0) -> None:
+    `workspace_bytes`: what the target's libraries keep. `fused_dropout`: as on a GPU, whose masks are of bools.
+    """
+
+    def __init__(self, model: nn.Module, batches: Sequence[MicroBatch], config: GrpoConfig, *, workspace_bytes: int = 0, fused_dropout: bool = False) -> None:
         super().__init__(model, batches, config)
+        self._fused_dropout = fused_dropout
         self._workspace_bytes = workspace_bytes
         self.mode: FakeTensorMode = next(model.parameters()).fake_mode
         for _, layer in self.layers:
             layer.register_forward_pre_hook(self._hand_over, with_kwargs=True)
+
+    @contextmanager
+    def method(self, name: str) -> Iterator[Handle | None]:
+        eager = name in ("none", "gc")  # captured graphs hold the fused operator on every device
+        with _fused_dropout() if self._fused_dropout and eager else nullcontext(), super().method(name) as handle:
+            yield handle
 
     def tracer(self) -> FakeTracer:
         return FakeTracer()
@@ -121,6 +133,22 @@ class FakeWorkbench(Workbench):
         fake = self.mode.from_tensor(tensor)
         weakref.finalize(fake.untyped_storage(), _let_go, tensor)
         return fake
+
+
+@contextmanager
+def _fused_dropout() -> Iterator[None]:
+    """Context in which dropout is one operator, as torch runs it on a GPU; on a CPU it multiplies by noise of the values' dtype, and keeps that."""
+    theirs = F.dropout
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        fused = training and 0 < p < 1 and not inplace
+        return torch.native_dropout(input, p, True)[0] if fused else theirs(input, p, training, inplace)
+
+    F.dropout = dropout
+    try:
+        yield
+    finally:
+        F.dropout = theirs
 
 
 def _let_go(_tensor: Tensor) -> None:

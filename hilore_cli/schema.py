@@ -129,7 +129,7 @@ class Machine(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Adapters of one rank on linears of the decoder layers, with PEFT's words. Raises UsageError for values outside PEFT's.
+    """Adapters of one rank on linears of the decoder layers, with PEFT's words.
 
     `alpha`: None is twice the rank, and then is what the adapters have. `targets`: last parts of the linears' names (q_proj); None is all of them.
     """
@@ -139,11 +139,12 @@ class Lora:
     dropout: float = 0.0
     targets: tuple[str, ...] | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise UsageError for values that PEFT does not take."""
         if self.rank < 1:
             raise UsageError(f"lora rank {self.rank}: must be at least 1")
-        if self.alpha is not None and not self.alpha > 0:
-            raise UsageError(f"lora alpha {self.alpha:g}: must be above 0")
+        if self.alpha is not None and not 0 < self.alpha < math.inf:
+            raise UsageError(f"lora alpha {self.alpha:g}: must be above 0, and finite")
         if not 0 <= self.dropout < 1:
             raise UsageError(f"lora dropout {self.dropout:g}: must be from 0 to under 1")
         if self.targets is not None and not self.targets:
@@ -172,7 +173,7 @@ class ModelId(Strict):
     dtype: str
     attn_implementation: str
     lora_rank: int | None
-    lora_alpha: float | None = Field(default=None, description="null in older files: twice the rank")
+    lora_alpha: float | None = Field(default=None, description="for people, as the two below: graph digests tell other graphs. null in older files: twice the rank")
     lora_dropout: float = 0.0
     lora_targets: list[str] | None = Field(default=None, description="last parts of the names of the linears with adapters; null: all linears of the decoder layers")
 

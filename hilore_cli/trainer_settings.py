@@ -19,11 +19,14 @@ import yaml
 from hilore_cli.errors import UsageError
 from hilore_cli.findings import Finding, Status
 from hilore_cli.integrations.clashes import REFUSED, TRL, VERL, WRITTEN_FOR
-from hilore_cli.schema import FrozenPlan, Plan
+from hilore_cli.schema import FrozenPlan, Lora, Plan
 
 LOW_DTYPES = ("bfloat16", "float16")
 OF_ACCELERATE = {"compute_environment", "distributed_type"}
 """Keys that only a configuration of accelerate has."""
+PEFT_TARGETS = ("q_proj", "v_proj")
+"""What PEFT puts LoRA on where nothing is said: of llama, qwen2, qwen3, mistral, gemma and most others."""
+ANOTHER_GRAPH = "another graph, treated as planned where its units are the same"
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def _changing(settings: Mapping[str, Any], plan: Plan | FrozenPlan | None) -> It
 
 
 def _of_plan(settings: Mapping[str, Any], plan: Plan | FrozenPlan | None) -> Iterator[tuple[str, Status, str]]:
-    """What the plan's fingerprint would refuse."""
+    """What of a plan's fingerprint the settings contradict, and its adapters."""
     if plan is None:
         return
     given = _mapping(settings, "model_init_kwargs")
@@ -117,16 +120,38 @@ def _of_plan(settings: Mapping[str, Any], plan: Plan | FrozenPlan | None) -> Ite
     if "use_peft" in settings and rank != plan.model.lora_rank:
         words = {None: "the whole model"}
         yield "use_peft", "problem", f"trains {words.get(rank, f'adapters of rank {rank}')}, the plan is for {words.get(plan.model.lora_rank, f'adapters of rank {plan.model.lora_rank}')}; profile what is trained (hilore profile --lora)"
-        return
-    lora, another = plan.model.lora, "another graph, treated as planned where its units are the same; profile with"
-    if not settings.get("use_peft") or lora is None:
-        return
-    alpha, planned = settings.get("lora_alpha", 32), lora.alpha or 2 * lora.rank
-    if alpha != planned:
-        yield "lora_alpha", "warning", f"{alpha:g}, the plan was made with {planned:g}: {another} --lora-alpha {alpha:g}"
-    dropout, whose = settings.get("lora_dropout", 0.05), "" if "lora_dropout" in settings else " (TRL's default)"
-    if dropout != lora.dropout:
-        yield "lora_dropout", "warning", f"{dropout:g}{whose}, the plan was made with {lora.dropout:g}: {another} --lora-dropout {dropout:g}"
+    elif settings.get("use_peft") and plan.model.lora is not None:
+        yield from _of_adapters(settings, plan.model.lora)
+
+
+def _of_adapters(settings: Mapping[str, Any], planned: Lora) -> Iterator[tuple[str, Status, str]]:
+    """Adapters of the plan's rank: where they are not on the same linears it is refused; with another scale or dropout it runs in part."""
+    given = settings.get("lora_target_modules")
+    asked = (given,) if isinstance(given, str) else tuple(sorted(given or PEFT_TARGETS))
+    if (None if asked == ("all-linear",) else asked) != planned.targets:
+        where = "all linears" if planned.targets is None else ", ".join(planned.targets)
+        option = "without --lora-targets" if asked == ("all-linear",) else f"with --lora-targets {','.join(asked)}"
+        yield "lora_target_modules", "problem", f"{', '.join(asked)}{'' if given else ' (what PEFT takes of most models)'}, the plan has adapters on {where}; set {'all-linear' if planned.targets is None else ' '.join(planned.targets)}, or profile {option}"
+    for name in ("use_dora", "lora_modules_to_save"):
+        if settings.get(name):
+            yield name, "problem", "trains parameters that the plan does not know; leave it out, or profile the model as you build it with hilore_cli.profiler.profile_update"
+    if settings.get("use_rslora"):
+        yield "use_rslora", "warning", f"another scale is {ANOTHER_GRAPH}; leave it out, or profile with --lora-alpha of that scale (alpha / sqrt(rank) x rank)"
+    alpha, of_plan = _number(settings, "lora_alpha", 32), 2 * planned.rank if planned.alpha is None else planned.alpha
+    if alpha != of_plan:
+        yield "lora_alpha", "warning", f"{alpha:g}, the plan was made with {of_plan:g}: {ANOTHER_GRAPH}; profile with --lora-alpha {alpha:g}"
+    dropout = _number(settings, "lora_dropout", 0.05)
+    if dropout != planned.dropout:
+        yield "lora_dropout", "warning", f"{dropout:g}{'' if 'lora_dropout' in settings else ', which is the default of TRL'}; the plan was made with {planned.dropout:g}: {ANOTHER_GRAPH}; profile with --lora-dropout {dropout:g}"
+
+
+def _number(settings: Mapping[str, Any], key: str, default: float) -> float:
+    """YAML reads 5e-2 as a text. Raises UsageError for what is no number."""
+    value = settings.get(key)
+    try:
+        return default if value is None else float(value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{key}: {value!r} is no number") from error
 
 
 def _zero_stage(settings: Mapping[str, Any]) -> int | None:

@@ -263,18 +263,28 @@ def test_settings_that_the_plans_fingerprint_refuses(settings, name):
 def test_adapters_that_make_another_graph_than_the_plans():
     plan = load_frozen_plan(REFERENCE)
     adapters = {"lora_rank": 16, "lora_alpha": 32.0, "lora_dropout": 0.05}
-    settings = QUIET | {"use_peft": True}
 
-    def found(**changed):
+    def found(settings=None, **changed):
         of_plan = plan.model_copy(update={"model": plan.model.model_copy(update=adapters | changed)})
-        return {name: finding.detail for name, finding in by_name(examine_settings(settings, where="s", plan=of_plan)).items() if name.startswith("lora")}
+        given = QUIET | {"use_peft": True, "lora_target_modules": ["all-linear"]} | (settings or {})
+        return {name: (finding.status, finding.detail) for name, finding in by_name(examine_settings(given, where="s", plan=of_plan)).items() if name not in ("settings", "bf16")}
 
-    assert found() == {}
-    assert found(lora_alpha=None) == {}
+    assert found() == found(lora_alpha=None) == found({"lora_dropout": "5e-2", "lora_alpha": None}) == {}
+    assert found({"lora_target_modules": None}, lora_targets=["q_proj", "v_proj"]) == {}
+    another = "another graph, treated as planned where its units are the same"
     assert found(lora_alpha=16.0, lora_dropout=0.0) == {
-        "lora_alpha": "32, the plan was made with 16: another graph, treated as planned where its units are the same; profile with --lora-alpha 32",
-        "lora_dropout": "0.05 (TRL's default), the plan was made with 0: another graph, treated as planned where its units are the same; profile with --lora-dropout 0.05",
+        "lora_alpha": ("warning", f"32, the plan was made with 16: {another}; profile with --lora-alpha 32"),
+        "lora_dropout": ("warning", f"0.05, which is the default of TRL; the plan was made with 0: {another}; profile with --lora-dropout 0.05"),
     }
+    assert found({"lora_target_modules": None}) == {
+        "lora_target_modules": ("problem", "q_proj, v_proj (what PEFT takes of most models), the plan has adapters on all linears; set all-linear, or profile with --lora-targets q_proj,v_proj"),
+    }
+    assert found(lora_targets=["q_proj", "v_proj"]) == {
+        "lora_target_modules": ("problem", "all-linear, the plan has adapters on q_proj, v_proj; set q_proj v_proj, or profile without --lora-targets"),
+    }
+    assert {name: status for name, (status, _) in found({"use_dora": True, "use_rslora": True, "lora_modules_to_save": ["lm_head"]}).items()} == {"use_dora": "problem", "use_rslora": "warning", "lora_modules_to_save": "problem"}
+    with pytest.raises(UsageError, match="lora_alpha: 'much' is no number"):
+        found({"lora_alpha": "much"})
 
 
 def test_the_words_are_those_of_the_integration(here, tmp_path):

@@ -104,6 +104,21 @@ def test_the_allocator_shows_kernels_scratch_beside_it(case):
     assert abs(none) <= SCRATCH[case] * real_gc
 
 
+def test_dropout_of_a_gpu_keeps_bools():
+    """A CPU keeps noise of the values' dtype: four bytes in fp32, for each linear with adapters whose input has a gradient."""
+    pytest.importorskip("peft")
+    lora = Lora(rank=2, dropout=0.1)
+
+    def peak(*, fused: bool) -> int:
+        model = build_fake_model(build_tiny("llama").config, dtype="float32", lora=lora)
+        return FakeWorkbench(model, [BATCH], GrpoConfig(head="chunked", chunk_tokens=32), fused_dropout=fused).peak_bytes("none")
+
+    config = build_tiny("llama").config
+    inputs = 6 * config.hidden_size + config.intermediate_size  # of a layer's seven linears
+    without = 3 * config.hidden_size  # q, k and v of the first: below it nothing trains
+    assert peak(fused=False) - peak(fused=True) == 3 * BATCH.tokens * (config.num_hidden_layers * inputs - without)
+
+
 def test_a_large_model_takes_no_memory_and_its_bytes_are_known():
     """Llama 3.1 8B in bf16: weights to the byte, nothing allocated."""
     model = build_fake_model(load_config("llama-8b"), dtype="bfloat16")

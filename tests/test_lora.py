@@ -7,6 +7,7 @@ import torch
 from conftest import build_tiny
 from torch import nn
 
+from hilore_cli import malloc
 from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.bench import dry_run
 from hilore_cli.capture import model_identity
@@ -63,18 +64,65 @@ def test_what_peft_puts_on_is_found(folder) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (peft.LoHaConfig(r=3, target_modules=["q_proj"]), Lora(rank=3)),
+        (peft.LoraConfig(r=3, lora_alpha=0, lora_dropout=1.0, target_modules=["q_proj"]), Lora(rank=3, alpha=0.0, dropout=1.0, targets=("q_proj",))),
+        (peft.LoraConfig(r=3, target_modules=["lm_head"]), Lora(rank=3, alpha=8.0, targets=())),
+        (peft.LoraConfig(r=3, use_dora=True, target_modules="all-linear"), Lora(rank=3, alpha=8.0)),
+        (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), None),
+    ],
+    ids=["LoHa", "odd values", "LM head", "DoRA", "IA3"],
+)
+def test_whatever_a_trainer_puts_on_has_an_identity(folder, config, found: Lora | None) -> None:
+    """Refused is nothing: that is for who would make such adapters."""
+    assert model_identity(peft.get_peft_model(load_model(folder), config), source="tiny").lora == found
+
+
+def test_the_linears_of_gpt2(tmp_path) -> None:
+    """Which are Conv1D."""
+    build_tiny("gpt2", n_embd=32, n_layer=2, n_head=4).save_pretrained(tmp_path)
+    model = load_model(tmp_path, lora=Lora(rank=2, targets=("c_attn",)))
+    assert {name.split(".lora_A")[0].rsplit(".", 1)[-1] for name, p in model.named_parameters() if "lora_A" in name} == {"c_attn"}
+    assert find_lora(model, decoder_layers(model)).targets == ("c_attn",)
+    model = load_model(tmp_path, lora=Lora(rank=2))
+    assert len([name for name, p in model.named_parameters() if p.requires_grad]) == 2 * 4 * 2
+    assert find_lora(model, decoder_layers(model)).targets is None
+
+
+@pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"rank": 0}, "lora rank 0: must be at least 1"),
-        ({"rank": 4, "alpha": 0.0}, "lora alpha 0: must be above 0"),
+        ({"rank": 4, "alpha": 0.0}, "lora alpha 0: must be above 0, and finite"),
+        ({"rank": 4, "alpha": float("inf")}, "lora alpha inf: must be above 0, and finite"),
         ({"rank": 4, "dropout": 1.0}, "lora dropout 1: must be from 0 to under 1"),
         ({"rank": 4, "dropout": float("nan")}, "lora dropout nan: must be from 0 to under 1"),
         ({"rank": 4, "targets": ()}, "lora targets: none is named"),
     ],
 )
-def test_values_outside_pefts_are_refused(settings: dict[str, object], words: str) -> None:
+def test_values_outside_pefts_are_refused(folder, settings: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        Lora(**settings)
+        load_model(folder, lora=Lora(**settings))
+
+
+@pytest.mark.parametrize("command", [["profile", "--model"], ["doctor"]], ids=["profile", "doctor"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--lora-alpha", "8"], "--lora-alpha is of adapters; give their rank with --lora, too"),
+        (["--lora-dropout", "0"], "--lora-dropout is of adapters; give their rank with --lora, too"),
+        (["--lora", "4", "--lora-targets", " , "], "lora targets: none is named"),
+        (["--lora", "4", "--lora-dropout", "1"], "lora dropout 1: must be from 0 to under 1"),
+        (["--lora", "4", "--lora-targets", "all-linear"], "lora target 'all-linear': no linear of the decoder layers; there are down_proj"),
+    ],
+)
+def test_options_that_cannot_be(here, folder, tmp_path, monkeypatch, command: list[str], options: list[str], words: str) -> None:
+    monkeypatch.setattr(malloc, "steady_malloc", lambda: True)
+    code, out, err = here(*command, str(folder), *options, "-q")
+    assert (code, out) == (2, "")
+    assert words in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_target_that_is_not_there_is_named_with_those_that_are(folder) -> None:

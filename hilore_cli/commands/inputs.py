@@ -200,7 +200,9 @@ def adapters_of(rank: int | None, *, alpha: float | None, dropout: float | None,
         if given := [option for option, value in {"--lora-alpha": alpha, "--lora-dropout": dropout, "--lora-targets": targets}.items() if value is not None]:
             raise UsageError(f"{given[0]} is of adapters; give their rank with --lora, too")
         return None
-    return Lora(rank=rank, alpha=alpha, dropout=dropout or 0.0, targets=None if targets is None else tuple(split_names(targets)))
+    lora = Lora(rank=rank, alpha=alpha, dropout=dropout or 0.0, targets=None if targets is None else tuple(split_names(targets)))
+    lora.check()
+    return lora
 
 
 def set_threads(count: int | None) -> None:

@@ -84,8 +84,8 @@ def profile_command(
         raise UsageError("--relative and --rows belong to a profile without the device; name a device model with --device, such as h100")
     if layers_sample and lora is not None:
         raise UsageError("--layers-sample: of a model whose own weights train; profile adapters without it")
-    malloc.steady_malloc()
     adapters = adapters_of(lora, alpha=lora_alpha, dropout=lora_dropout, targets=lora_targets)
+    malloc.steady_malloc()
     from hilore_cli.codecs import default_codecs, get_codec
     from hilore_cli.grpo import GrpoConfig
     from hilore_cli.profiler import ProfileRequest
