@@ -9,8 +9,8 @@ VARIABLES = {
 }
 
 OF_TESTS = {
-    "HILORE_ALL_FAMILIES": "1: the tests also run the model families with scans (two minutes more)",
-    "HILORE_ALL_KERNELS": "1: the tests also compile every variant of every kernel for GPUs (forty minutes)",
+    "HILORE_ALL_FAMILIES": "1: the tests also run the model families with scans, and those that are built as others (two minutes more)",
+    "HILORE_ALL_KERNELS": "1: the tests also compile every variant of every kernel for GPUs (forty minutes of CPU time)",
 }
 COMPILER_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 """torch's own switches under which no layer can be captured."""

@@ -171,6 +171,8 @@ def test_the_document_has_every_command_option_and_exit_code():
     assert [int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)] == [*range(10), 130]
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4) for line in tables), "a bar in a cell is escaped"
+    assert "<code>hilore explain UNIT|LAYER" in text, "outside a table a backslash would be seen"
+    assert "| `--seed` | `0` |" in sections["profile"], "0 is a default, too"
 
 
 def test_docs_are_written_between_the_marks(here, tmp_path):

@@ -59,7 +59,7 @@ def command_lines(name: str, command: Any, shared: dict[str, Any]) -> Iterator[s
     also = [option_names(p)[-1] for p in command.params if key(p) in shared]
     needed = [f"{option_names(p)[0]} {p.name.upper()}" for p in command.params if p.required and p not in arguments]
     usage = " ".join(["hilore", name, *needed, *(argument_name(a) for a in arguments)])
-    yield f"<details><summary><code>{cell(usage)}</code>: {cell(' '.join(command.help.split()))}</summary>"
+    yield f"<details><summary><code>{html(usage)}</code>: {html(' '.join(command.help.split()))}</summary>"
     yield ""
     if own:
         yield from option_table(own)
@@ -77,7 +77,7 @@ def option_table(parameters: Any) -> Iterator[str]:
     for parameter in parameters:
         name = argument_name(parameter) if parameter.param_type_name == "argument" else ", ".join(option_names(parameter))
         default = parameter.default if parameter.show_default or isinstance(parameter.default, (str, int, float, Path)) else None
-        shown = "" if default in (None, False, "") or parameter.required else "yes" if default is True else f"`{default}`"
+        shown = "" if default is None or default is False or default == "" or parameter.required else "yes" if default is True else f"`{default}`"
         variable = f" (`{parameter.envvar}`)" if getattr(parameter, "envvar", None) else ""
         yield f"| `{cell(name)}` | {'required' if parameter.required else cell(shown)} | {cell(parameter.help or '')}{variable} |"
 
@@ -116,5 +116,9 @@ def exit_codes() -> list[tuple[int, str]]:
 
 
 def cell(text: str) -> str:
-    """Safe in a cell of a Markdown table, and in HTML."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+    """Safe in a cell of a Markdown table."""
+    return html(text).replace("|", "\\|")
+
+
+def html(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;")
