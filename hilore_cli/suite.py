@@ -67,6 +67,7 @@ BASELINES = ("none", "gc")
 PEERS = (*BASELINES, *FIXED, *SCANNED)
 MEMORY_BUDGETS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
 EVERY = (2, 3, 4)
+GUESSES = 2
 SHORT_REPEATS = 2
 NOT_FINITE = "not finite"
 Samples = Sequence[tuple[float, float]]
@@ -274,25 +275,25 @@ class _Suite:
         def spread(stored: int) -> Setting:
             return Setting(name=f"spread-{layers - stored}", words=f"{layers - stored} of {layers} layers checkpointed, evenly spread", wrap=checkpoint_some(all_but_spread(layers, stored)))
 
-        scans = [self._most_that_fits(family, layers - 1, head) for family in (leading, spread)]
-        periodic = [Setting(name=f"every-{k}", words=f"one layer in {k} checkpointed", wrap=checkpoint_some(every_kth(layers, k))) for k in EVERY if k < layers]
-        for setting in periodic:
-            self._try(setting, head)
+        scans = [self._most_that_fits(family, layers, head) for family in (leading, spread)]
+        periodic = []
+        for k in [k for k in EVERY if k < layers]:
+            periodic.append(Setting(name=f"every-{k}", words=f"one layer in {k} checkpointed", wrap=checkpoint_some(every_kth(layers, k))))
+            if self._try(periodic[-1], head) > self.cap_bytes:
+                break  # the others store more
         return Scan(tried=[*scans[0].tried, *scans[1].tried, *periodic], contenders=[*scans[0].contenders, *scans[1].contenders, *periodic])
 
-    def _most_that_fits(self, family: Callable[[int], Setting], most: int, head: str) -> Scan:
-        """Bisection for the most layers that may store."""
-        tried: list[Setting] = []
-        fitting: list[Setting] = []
-        low, high = 0, most  # that none stores is checkpointing itself
-        while low < high:
-            middle = (low + high + 1) // 2
-            tried.append(family(middle))
-            if self._try(tried[-1], head) <= self.cap_bytes:
-                low, fitting = middle, tried[-1:]
-            else:
-                high = middle - 1
-        return Scan(tried=tried, contenders=fitting)
+    def _most_that_fits(self, family: Callable[[int], Setting], layers: int, head: str) -> Scan:
+        """The most of the layers that may store."""
+        tried: dict[int, Setting] = {}
+
+        def peak(stored: int) -> int:
+            tried[stored] = family(stored)
+            return self._try(tried[stored], head)
+
+        none_peak, gc_peak = (self.peaks[f"{name}{HEAD_MARK}{head}"] for name in BASELINES)
+        stored = most_that_fits(peak, layers=layers, cap_bytes=self.cap_bytes, gc_peak=gc_peak, none_peak=none_peak)
+        return Scan(tried=list(tried.values()), contenders=[tried[stored]] if stored else [])
 
     def _scan_membudget(self, head: str) -> Scan:
         tried = [Setting(name=f"membudget-{budget:g}", words=f"activation memory budget {budget:g}", wrap=compile_within(budget)) for budget in MEMORY_BUDGETS]
@@ -360,6 +361,23 @@ class _Suite:
             **dict(zip(("vs_best_peer", "vs_best_peer_low", "vs_best_peer_high"), beside, strict=True)),
             **dict(zip(("recovered", "recovered_low", "recovered_high"), recovered, strict=True)),
         )
+
+
+def most_that_fits(peak: Callable[[int], int], *, layers: int, cap_bytes: int, gc_peak: int, none_peak: int) -> int:
+    """The most layers, under all of them, that may store instead of being checkpointed; 0 where none may. `peak` measures a number of them.
+
+    Peaks grow by about as much with each layer: guesses lie on the line between what is known; after a few that were wrong, in the middle.
+    """
+    known = {0: gc_peak, layers: none_peak}
+    low, high = 0, layers
+    while high - low > 1:
+        guess = (low + high) // 2
+        if len(known) < 2 + GUESSES and known[high] > known[low]:
+            guess = low + (cap_bytes - known[low]) * (high - low) // (known[high] - known[low])
+        guess = min(max(guess, low + 1), high - 1)
+        known[guess] = peak(guess)
+        low, high = (guess, high) if known[guess] <= cap_bytes else (low, guess)
+    return low
 
 
 def _with_interval(ratios: Sequence[float]) -> tuple[float, float, float]:

@@ -26,7 +26,7 @@ from hilore_cli.models import decoder_layers
 from hilore_cli.peers import PeerBench
 from hilore_cli.schema import Pattern, freeze
 from hilore_cli.sizes import parse_cap
-from hilore_cli.suite import FIXED, PEERS, run_suite
+from hilore_cli.suite import FIXED, PEERS, most_that_fits, run_suite
 from hilore_cli.suite_records import SuiteReport
 from hilore_cli.views.suite import suite_view
 
@@ -61,6 +61,33 @@ def report(planned) -> SuiteReport:
 
 def rows_of(report: SuiteReport, head: str) -> dict:
     return {row.method: row for row in report.rows if row.head == head}
+
+
+@pytest.mark.parametrize(
+    ("peak", "cap", "most_measured"),
+    [
+        (lambda n: 1000 + 40 * n, 1000 + 40 * 7 + 5, 2),
+        (lambda n: 1000 + 40 * n, 1000 + 40 * 29, 2),
+        (lambda n: 1000 + 40 * n, 5000, 1),
+        (lambda n: 1000 + 40 * n, 999, 1),
+        (lambda n: 1000 + max(0, 40 * n - 300), 1200, 7),
+        (lambda n: 1000 + n**3, 1000 + 11**3, 7),
+        (lambda n: 1000 + (n == 30) * 500, 1000, 7),
+    ],
+    ids=["linear", "the last", "all fit", "none fits", "flat at first", "cubic", "flat"],
+)
+def test_the_most_layers_that_fit(peak, cap: int, most_measured: int) -> None:
+    """Against trying all of them."""
+    measured = []
+
+    def measure(stored: int) -> int:
+        assert 0 < stored < 30
+        measured.append(stored)
+        return peak(stored)
+
+    found = most_that_fits(measure, layers=30, cap_bytes=cap, gc_peak=peak(0), none_peak=peak(30))
+    assert found == max((n for n in range(30) if peak(n) <= cap), default=0)
+    assert len(measured) == len(set(measured)) <= most_measured
 
 
 def test_every_method_is_a_row_of_every_head(report) -> None:
