@@ -531,7 +531,7 @@ def test_the_table_fits_into_80_columns(report) -> None:
         (["--quality", "--repeats", "3"], "leave out --repeats"),
         (["--quality", "--setting", "poems"], "setting 'poems': unknown; use one of chain-sum"),
     ],
-    ids=["alone", "plan", "suite", "codecs", "unknown"],
+    ids=["alone", "plan", "suite", "codecs", "repeats", "unknown"],
 )
 def test_options_that_do_not_go_together(arguments: list[str], words: str) -> None:
     error = CliRunner().invoke(app, ["bench", *arguments]).exception
