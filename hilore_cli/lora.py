@@ -33,8 +33,7 @@ def put_lora_on(model: PreTrainedModel, layers: Layers, lora: Lora, *, seed: int
     if unknown := set(lora.targets or ()) - {_last(name) for name in linears}:
         raise UsageError(f"lora target {min(unknown)!r}: no linear of the decoder layers; there are {', '.join(sorted({_last(name) for name in linears}))}")
     chosen = [name for name in linears if lora.targets is None or _last(name) in lora.targets]
-    alpha = 2 * lora.rank if lora.alpha is None else lora.alpha
-    config = LoraConfig(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, target_modules=chosen, task_type="CAUSAL_LM")
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.lora_alpha, lora_dropout=lora.dropout, target_modules=chosen, task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # PEFT sets it right for gpt2's linears, and says so
         torch.manual_seed(seed)
@@ -47,7 +46,7 @@ def find_lora(model: nn.Module, layers: Layers) -> Lora | None:
     name, config = next(((name, config) for name, config in getattr(model, "peft_config", {}).items() if name not in idle), (None, None))
     if getattr(config, "r", None) is None:
         return None
-    if not hasattr(config, "lora_alpha"):
+    if not hasattr(config, "lora_alpha"):  # LoHa, VeRA and others have a rank, too
         return Lora(rank=config.r)
     have, lack = set(), set()
     for inner, module in _outer_linears(layers):
@@ -62,7 +61,7 @@ def _outer_linears(layers: Layers) -> Iterator[tuple[str, nn.Module]]:
         for inner, module in layer.named_modules():
             if any(inner.startswith(f"{outer}.") for outer in wrapped):
                 continue
-            if hasattr(module, "lora_A"):
+            if hasattr(module, "lora_A"):  # by name: peft is an extra, and importing it takes seconds
                 wrapped.append(inner)
                 yield inner, module
             elif isinstance(module, LINEARS):

@@ -2,8 +2,8 @@
 
 Stages, each kept in profiles/<name>/unfinished/ as soon as it is done, so that an interrupted profile goes on where it stopped:
 `steps` (peaks and account of none and checkpointing, times of these and of recompute-all), `layer-<i>` (units and their risk),
-`calibration` (predicted against measured error of whole plans), `rounding` (what it makes of a gradient). What it does NOT do: plan, or change the model's weights for good
-(the timed updates run at a learning rate of zero).
+`calibration` (predicted against measured error of whole plans), `rounding` (what it makes of a gradient). What it does NOT do: plan, or
+change the model's weights for good (the timed updates run at a learning rate of zero).
 """
 
 from __future__ import annotations

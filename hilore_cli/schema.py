@@ -131,13 +131,18 @@ class Machine(Strict):
 class Lora:
     """Adapters of one rank on linears of the decoder layers, with PEFT's words.
 
-    `alpha`: None is twice the rank, and then is what the adapters have. `targets`: last parts of the linears' names (q_proj); None is all of them.
+    `alpha`: None is twice the rank. `targets`: last parts of the linears' names (q_proj); None is all of them.
     """
 
     rank: int
     alpha: float | None = None
     dropout: float = 0.0
     targets: tuple[str, ...] | None = None
+
+    @property
+    def lora_alpha(self) -> float:
+        """What the adapters have."""
+        return 2 * self.rank if self.alpha is None else self.alpha
 
     def check(self) -> None:
         """Raise UsageError for values that PEFT does not take."""
@@ -152,7 +157,7 @@ class Lora:
 
     def __str__(self) -> str:
         parts = [f"LoRA of rank {self.rank}"]
-        if self.alpha not in (None, 2 * self.rank):
+        if self.lora_alpha != 2 * self.rank:
             parts.append(f"alpha {self.alpha:g}")
         if self.dropout:
             parts.append(f"dropout {self.dropout:g}")

@@ -137,9 +137,9 @@ def _of_adapters(settings: Mapping[str, Any], planned: Lora) -> Iterator[tuple[s
             yield name, "problem", "trains parameters that the plan does not know; leave it out, or profile the model as you build it with hilore_cli.profiler.profile_update"
     if settings.get("use_rslora"):
         yield "use_rslora", "warning", f"another scale is {ANOTHER_GRAPH}; leave it out, or profile with --lora-alpha of that scale (alpha / sqrt(rank) x rank)"
-    alpha, of_plan = _number(settings, "lora_alpha", 32), 2 * planned.rank if planned.alpha is None else planned.alpha
-    if alpha != of_plan:
-        yield "lora_alpha", "warning", f"{alpha:g}, the plan was made with {of_plan:g}: {ANOTHER_GRAPH}; profile with --lora-alpha {alpha:g}"
+    alpha = _number(settings, "lora_alpha", 32)
+    if alpha != planned.lora_alpha:
+        yield "lora_alpha", "warning", f"{alpha:g}, the plan was made with {planned.lora_alpha:g}: {ANOTHER_GRAPH}; profile with --lora-alpha {alpha:g}"
     dropout = _number(settings, "lora_dropout", 0.05)
     if dropout != planned.dropout:
         yield "lora_dropout", "warning", f"{dropout:g}{'' if 'lora_dropout' in settings else ', which is the default of TRL'}; the plan was made with {planned.dropout:g}: {ANOTHER_GRAPH}; profile with --lora-dropout {dropout:g}"
