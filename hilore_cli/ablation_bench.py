@@ -15,12 +15,13 @@ from hilore_cli.ablation_records import AblationMeasurement, AblationReport, Abl
 from hilore_cli.ablations import Ablation, solve_ablations, solve_updates
 from hilore_cli.batches import MicroBatch, require_gradient
 from hilore_cli.bench import clock_of, compare_methods, today
+from hilore_cli.bench_records import MethodRow
 from hilore_cli.capture import model_identity
 from hilore_cli.grpo import GrpoConfig
 from hilore_cli.identities import batch_identity, describe_machine
 from hilore_cli.planner import PatternNames
 from hilore_cli.runtime import check_identity
-from hilore_cli.schema import MethodRow, Profile, Variant
+from hilore_cli.schema import Profile, Variant
 from hilore_cli.sizes import Cap
 from hilore_cli.workbench import UNLIMITED_TOKENS, Progress, Workbench
 

@@ -6,7 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from hilore_cli.schema import BatchId, Machine, ModelId, Prediction, Strict, UpdatePrediction
+from hilore_cli.provenance import BatchId, Machine, ModelId
+from hilore_cli.records import Strict
+from hilore_cli.schema import Prediction, UpdatePrediction
 
 ABLATION_VERSION = 1
 

@@ -18,24 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from hilore_cli.batches import MicroBatch, require_gradient, skip_zero_rows
+from hilore_cli.bench_records import BenchReport, MethodRow, Outcome
 from hilore_cli.capture import model_identity
 from hilore_cli.errors import PlanMismatchError
 from hilore_cli.grpo import GrpoConfig, relative_error
 from hilore_cli.identities import batch_identity, describe_machine, update_digest
 from hilore_cli.models import decoder_layers
+from hilore_cli.records import digest_of
 from hilore_cli.runtime import check_identity
-from hilore_cli.schema import (
-    BenchReport,
-    FrozenPlan,
-    Measurement,
-    MethodRow,
-    Outcome,
-    Plan,
-    Variant,
-    digest_of,
-    freeze,
-    variant_for,
-)
+from hilore_cli.schema import FrozenPlan, Measurement, Plan, Variant, freeze, variant_for
 from hilore_cli.sizes import format_bytes
 from hilore_cli.workbench import SKIP, Progress, Workbench
 

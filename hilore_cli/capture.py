@@ -19,8 +19,9 @@ from hilore_cli.adapters import idle_adapters
 from hilore_cli.errors import CaptureError, MutatingLayerError
 from hilore_cli.lora import find_lora
 from hilore_cli.models import decoder_layers
+from hilore_cli.provenance import ModelId
 from hilore_cli.scaling import evaluate_terms
-from hilore_cli.schema import INPUT_UNIT, GraphNode, LayerClass, ModelId
+from hilore_cli.schema import INPUT_UNIT, GraphNode, LayerClass
 
 MIN_NUMEL_PER_TOKEN = 32
 """A value with fewer elements a token (log-sum-exp, rstd) gains nothing from a codec's groups: stored or recomputed."""

@@ -26,8 +26,9 @@ from hilore_cli.models import (
     resolve_model,
 )
 from hilore_cli.presets import PRESETS
+from hilore_cli.provenance import ModelId
 from hilore_cli.runtime import check_identity
-from hilore_cli.schema import FrozenPlan, Measurement, ModelId, Plan
+from hilore_cli.schema import FrozenPlan, Measurement, Plan
 from hilore_cli.sizes import format_bytes
 from hilore_cli.wheel_models import wheel_model_ready
 from hilore_cli.workbench import Progress

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from hilore_cli.schema import Strict
+from hilore_cli.records import Strict
 
 CHECK_VERSION = 1
 

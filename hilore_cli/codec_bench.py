@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from hilore_cli.bench import paired_interval
+from hilore_cli.bench_records import CodecBenchReport, CodecBenchRow, CodecPace, ProductTimes
 from hilore_cli.codecs import Codec, compress, decompress, get_codec
 from hilore_cli.codecs.formats import FLOATS, RowwiseCodec
 from hilore_cli.errors import UsageError
 from hilore_cli.identities import describe_machine
-from hilore_cli.schema import CodecBenchReport, CodecBenchRow, CodecPace, ProductTimes
 from hilore_cli.sizes import format_bytes
 from hilore_cli.workbench import Progress
 

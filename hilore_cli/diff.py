@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hilore_cli.schema import INPUT_UNIT, FrozenPlan, Pattern, Plan, Profile, Strict, variant_for
+from hilore_cli.records import Strict
+from hilore_cli.schema import INPUT_UNIT, FrozenPlan, Pattern, Plan, Profile, variant_for
 
 AnyPlan = Plan | FrozenPlan
 Unit = Literal["bytes", "us", "ratio", "error", "count"]

@@ -26,6 +26,7 @@ from torch import nn
 import hilore_cli
 from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.capture import graph_digest
+from hilore_cli.capture_failures import reason_of
 from hilore_cli.check_model import fingerprint_check
 from hilore_cli.codecs import round_trip
 from hilore_cli.codecs.formats import MaskCodec, get_codec
@@ -37,8 +38,9 @@ from hilore_cli.grpo import GrpoConfig
 from hilore_cli.ilp import solver_version, try_solver
 from hilore_cli.integrations.clashes import WRITTEN_FOR
 from hilore_cli.models import DTYPES, choose_device, load_config
-from hilore_cli.runtime import forward, reason_of
-from hilore_cli.schema import FrozenPlan, Lora, Plan
+from hilore_cli.provenance import Lora
+from hilore_cli.runtime import forward
+from hilore_cli.schema import FrozenPlan, Plan
 
 # -------------------------------------------------------------------------------------------------------------- machine
 

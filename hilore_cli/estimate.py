@@ -23,6 +23,8 @@ from hilore_cli.fake import CapturedClass, FakeWorkbench, build_fake_model, capt
 from hilore_cli.files import save_profile
 from hilore_cli.identities import batch_identity, describe_machine, micro_batch_row
 from hilore_cli.profiler import ProfileRequest, check_codecs, check_one_update
+from hilore_cli.provenance import Lora
+from hilore_cli.records import digest_of
 from hilore_cli.relative import Risk, kappas_of, kind_of, scale_layers, scale_risk
 from hilore_cli.risk import candidate_units, mask_units
 from hilore_cli.schema import (
@@ -31,14 +33,12 @@ from hilore_cli.schema import (
     Estimate,
     LayerClass,
     LayerRow,
-    Lora,
     MicroBatchRow,
     Profile,
     SmallerAccount,
     StepPeaks,
     StepTimes,
     UnitRow,
-    digest_of,
 )
 from hilore_cli.whole_step import measure_account, measure_smaller_account
 from hilore_cli.workbench import Progress

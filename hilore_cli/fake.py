@@ -34,8 +34,9 @@ from hilore_cli.errors import CaptureError
 from hilore_cli.grpo import GrpoConfig
 from hilore_cli.models import DTYPES, check_dtype, prepare_to_train
 from hilore_cli.peak import MemoryTrace, Step
+from hilore_cli.provenance import Lora
 from hilore_cli.runtime import Handle
-from hilore_cli.schema import LayerClass, Lora
+from hilore_cli.schema import LayerClass
 from hilore_cli.workbench import Workbench
 
 aten = torch.ops.aten

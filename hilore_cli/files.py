@@ -17,20 +17,13 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from hilore_cli.errors import HiloreError, PlanMismatchError, ProfileError
-from hilore_cli.schema import (
-    FROZEN_VERSION,
-    PREDICTED,
-    FrozenPlan,
-    GraphNode,
-    Plan,
-    Profile,
-    Strict,
-    digest_of_document,
-    digested,
-    freeze,
-)
+from hilore_cli.records import Strict, digest_of_document, digested
+from hilore_cli.schema import FROZEN_VERSION, FrozenPlan, GraphNode, Plan, Profile, freeze
 
 Record = TypeVar("Record", bound=Strict)
+
+PREDICTED = "predicted_rel_error"
+"""Column of the calibration table for plots: what follows from kappa and predicted_rho2 is not read back."""
 
 ADDED: dict[tuple[str, int], dict[str, Any]] = {
     ("hilore-profile", 4): {"estimate": None},

@@ -17,7 +17,8 @@ from torch import Tensor
 import hilore_cli
 from hilore_cli import exposure as losses
 from hilore_cli.batches import MicroBatch
-from hilore_cli.schema import BatchId, Machine, MicroBatchRow
+from hilore_cli.provenance import BatchId, Machine
+from hilore_cli.schema import MicroBatchRow
 
 
 def batch_identity(micro_batch: MicroBatch, *, source: str, task: str) -> BatchId:

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from hilore_cli.ablation_records import AblationReport
+from hilore_cli.bench_records import BenchReport, CodecBenchReport
 from hilore_cli.check_records import CheckReport
 from hilore_cli.errors import UsageError
 from hilore_cli.files import write_atomic
 from hilore_cli.quality_records import QualityReport, QualityRuns
-from hilore_cli.schema import BenchReport, CodecBenchReport, FrozenPlan, Plan, Profile, Strict
+from hilore_cli.records import Strict
+from hilore_cli.schema import FrozenPlan, Plan, Profile
 from hilore_cli.suite_records import SuiteReport
 
 SCHEMAS = Path(__file__).parent / "data" / "schemas"

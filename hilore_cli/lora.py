@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hilore_cli.adapters import idle_adapters
 from hilore_cli.errors import UsageError
-from hilore_cli.schema import Lora
+from hilore_cli.provenance import Lora
 
 Layers = Sequence[tuple[str, nn.Module]]
 LINEARS = (nn.Linear, Conv1D)

@@ -33,7 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hilore_cli.errors import CaptureError, UsageError, first_line
 from hilore_cli.lora import put_lora_on
 from hilore_cli.presets import CONFIGS, PRESETS
-from hilore_cli.schema import Lora
+from hilore_cli.provenance import Lora
 from hilore_cli.wheel_models import quiet_transformers, unpacked_wheel_model
 
 DTYPES = {

@@ -73,8 +73,13 @@ def compile_layer(forward: Callable[..., Any], *, pattern: Pattern, on_split: Ca
         return compile_graph
 
     backend = aot_autograd(fw_compiler=compiler("forward"), bw_compiler=compiler("backward"), partition_fn=partition)
+    return compile_whole(forward, backend=backend, dynamic=True)
+
+
+def compile_whole(forward: Callable[..., Any], *, backend: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+    """torch.compile without graph breaks, its recompilations counted apart from those of other compilations of `forward` where torch can (2.12)."""
     options = {"isolate_recompiles": True} if HAS_ISOLATE_RECOMPILES else {}
-    return torch.compile(forward, backend=backend, fullgraph=True, dynamic=True, **options)
+    return torch.compile(forward, backend=backend, fullgraph=True, dynamic=dynamic, **options)
 
 
 @contextmanager

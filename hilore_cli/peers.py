@@ -33,7 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hilore_cli.codecs import compress, compressible, decompress, span_of
 from hilore_cli.errors import UsageError
-from hilore_cli.partition import HAS_ISOLATE_RECOMPILES, RECOMPILES
+from hilore_cli.partition import RECOMPILES, compile_whole
 from hilore_cli.runtime import Handle
 from hilore_cli.workbench import Workbench, contexts_of_forward
 
@@ -153,7 +153,7 @@ def compile_within(budget: float) -> Wrap:
     def wrap(_position: int, layer: nn.Module) -> Forward:
         kind = type(layer)
         if kind not in compiled:  # of the class: its layers share the graph
-            compiled[kind] = torch.compile(kind.forward, backend=backend, fullgraph=True, dynamic=False, **({"isolate_recompiles": True} if HAS_ISOLATE_RECOMPILES else {}))
+            compiled[kind] = compile_whole(kind.forward, backend=backend, dynamic=False)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with torch._dynamo.config.patch(**RECOMPILES):  # one graph for each size of micro-batch, beside whatever else compiled this class

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from hilore_cli.errors import UsageError
 from hilore_cli.program import Actions
+from hilore_cli.records import digest_of
 from hilore_cli.scaling import profile_at
 from hilore_cli.schema import (
     Budgets,
@@ -36,7 +37,6 @@ from hilore_cli.schema import (
     Prediction,
     Profile,
     UpdatePrediction,
-    digest_of,
 )
 from hilore_cli.sizes import Cap
 from hilore_cli.step_planner import FEW_PATTERNS, Solution, StepPlanner

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from hilore_cli.schema import Machine, ModelId, Strict
+from hilore_cli.provenance import Machine, ModelId
+from hilore_cli.records import Strict
 
 QUALITY_VERSION = 1
 QUALITY_RUNS_VERSION = 1

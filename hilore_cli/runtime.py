@@ -31,17 +31,19 @@ from transformers.utils import PushToHubMixin
 
 from hilore_cli.adapters import parameter_names, refuse_other_parameters, traceable_adapters
 from hilore_cli.capture import JointGraph, graph_digest, model_identity, sharded_modules, unit_keys
+from hilore_cli.capture_failures import explain, ran_uncompiled
 from hilore_cli.choice import RECOMPUTE_ALL, VariantChoice
 from hilore_cli.codecs import seeded
-from hilore_cli.errors import CaptureError, HiloreError, PlanMismatchError, UsageError
+from hilore_cli.errors import PlanMismatchError, UsageError
 from hilore_cli.files import load_frozen_plan
 from hilore_cli.gradient_error import LayerCall
 from hilore_cli.guard import Guard, GuardRecord, compresses
 from hilore_cli.models import decoder_layers, unwrapped
-from hilore_cli.output_capture import OutputCapture, recording_remedy
-from hilore_cli.partition import RECOMPILE_LIMIT, compile_layer, compiler_settings
+from hilore_cli.output_capture import OutputCapture
+from hilore_cli.partition import compile_layer, compiler_settings
+from hilore_cli.provenance import ModelId
 from hilore_cli.replay import hidden_states_of
-from hilore_cli.schema import ExposureRule, FrozenPlan, ModelId, Pattern, Variant
+from hilore_cli.schema import ExposureRule, FrozenPlan, Pattern, Variant
 
 LOG = logging.getLogger("hilore")
 
@@ -285,7 +287,7 @@ class Program:
             with compiler_settings(), seeded(self._seed()), self._capture.handed_over(layer), traceable_adapters():
                 output = compiled(layer, *args, **kwargs)
         except Exception as error:  # torch raises many types while it captures; what is not ours to explain goes on unchanged
-            explained = _explain(error, plan=self.name, fqn=handle.fqn)
+            explained = explain(error, plan=self.name, fqn=handle.fqn)
             if explained is error:
                 raise
             raise explained from error
@@ -293,7 +295,7 @@ class Program:
             explained = None  # its traceback holds this frame, and so all that the layers before have saved
         self.calls[name] += 1
         if self.runs == runs and _requires_grad(output):
-            raise _ran_uncompiled(plan=self.name, fqn=handle.fqn)
+            raise ran_uncompiled(plan=self.name, fqn=handle.fqn)
         if watched is not None:
             watched.returned(output, compresses=compresses(self.patterns[name]))
         _refuse_double_backward(output, plan=self.name, fqn=handle.fqn)
@@ -417,31 +419,3 @@ def _refuse_double_backward(output: Any, *, plan: str, fqn: str) -> None:
 
     for value in _differentiable(output):
         value.register_hook(refuse)
-
-
-def _explain(error: Exception, *, plan: str, fqn: str) -> Exception:
-    """Our own errors as they are; torch's capture failures as a CaptureError that names the layer; anything else unchanged."""
-    inner = getattr(error, "inner_exception", None) or error
-    if "found no compiled frames" in str(error):  # torch 2.13 on: a plain RuntimeError with a page of skipped frames
-        return _ran_uncompiled(plan=plan, fqn=fqn)
-    if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-        return CaptureError(f"plan {plan}: {fqn} is called in more ways than torch keeps graphs for ({RECOMPILE_LIMIT}); find what changes with TORCH_LOGS=recompiles: an attribute of the layer, a hook, a mode, a precision")
-    if isinstance(inner, HiloreError):
-        return type(inner)(f"{fqn}: {inner}")
-    if isinstance(inner, torch.OutOfMemoryError):
-        return inner  # whoever handles it knows what to do
-    if isinstance(error, (torch._dynamo.exc.TorchDynamoException,)):
-        return CaptureError(f"plan {plan}: {fqn} cannot be captured whole: {reason_of(error)}{recording_remedy(str(inner))}; profile this model as it is now (such layers are then left to checkpointing), or detach the plan")
-    return error
-
-
-def reason_of(error: BaseException) -> str:
-    """Torch's reason for a failed capture in one line: the type and first line of what it wraps, and the exception that the layer itself raised."""
-    inner = getattr(error, "inner_exception", None) or error
-    lines = [line.strip() for line in str(inner).splitlines() if line.strip()] or [""]
-    raised = next((line for line in lines[1:] if "raised exception" in line or " got " in line), "")
-    return f"{type(inner).__name__}: {lines[0]}" + (f" ({raised.removeprefix('Developer debug context: ')})" if raised else "")
-
-
-def _ran_uncompiled(*, plan: str, fqn: str) -> CaptureError:
-    return CaptureError(f"plan {plan}: {fqn} ran without its plan (torch ran the layer uncompiled); a TorchDispatchMode, torch.compiler.set_stance or a disabled torch.compile does this: end it, or detach the plan")

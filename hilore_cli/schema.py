@@ -7,25 +7,19 @@ This file reads and writes nothing but these files and imports no torch, solver 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from hilore_cli.errors import ProfileError, UsageError
+from hilore_cli.errors import ProfileError
+from hilore_cli.provenance import BatchId, Machine, ModelId
+from hilore_cli.records import Strict, digest_of
 
 PROFILE_VERSION = 4
 PLAN_VERSION = 4
 FROZEN_VERSION = 4
-BENCH_VERSION = 2
-CODEC_BENCH_VERSION = 1
-
-PREDICTED = "predicted_rel_error"
-"""Column of the calibration table for plots: what follows from kappa and predicted_rho2 is not read back."""
 
 INPUT_UNIT = "input"
 """Key of the one recovery unit that no operator makes: the layer's input."""
@@ -37,12 +31,6 @@ MASK_CODEC = "mask"
 ExposureRule = Literal["logits", "squared", "scalar", "tokens"]
 """How a micro-batch is weighed before its forward: sum of (c (1 - p))^2, the loss's derivative by the logit of each loss token, p its
 probability when it was sampled; sum of c^2; (sum of |c|)^2; or its tokens alone, exposure ignored."""
-
-
-class Strict(BaseModel):
-    """Base of all records: frozen, no unknown keys, no NaN or infinity."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- graph
@@ -113,93 +101,6 @@ class UnitRow(Strict):
 
 
 # -------------------------------------------------------------------------------------------------------------- profile
-
-
-class Machine(Strict):
-    """What the figures were measured on."""
-
-    device: str
-    cpu: str
-    threads: int
-    torch: str
-    transformers: str
-    python: str
-    hilore: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lora:
-    """Adapters of one rank on linears of the decoder layers, with PEFT's words.
-
-    `alpha`: None is twice the rank. `targets`: last parts of the linears' names (q_proj); None is all of them.
-    """
-
-    rank: int
-    alpha: float | None = None
-    dropout: float = 0.0
-    targets: tuple[str, ...] | None = None
-
-    @property
-    def lora_alpha(self) -> float:
-        """What the adapters have."""
-        return 2 * self.rank if self.alpha is None else self.alpha
-
-    def check(self) -> None:
-        """Raise UsageError for values that PEFT does not take."""
-        if self.rank < 1:
-            raise UsageError(f"lora rank {self.rank}: must be at least 1")
-        if self.alpha is not None and not 0 < self.alpha < math.inf:
-            raise UsageError(f"lora alpha {self.alpha:g}: must be above 0, and finite")
-        if not 0 <= self.dropout < 1:
-            raise UsageError(f"lora dropout {self.dropout:g}: must be from 0 to under 1")
-        if self.targets is not None and not self.targets:
-            raise UsageError("lora targets: none is named; name linears such as q_proj,v_proj, or leave them out for all")
-
-    def __str__(self) -> str:
-        parts = [f"LoRA of rank {self.rank}"]
-        if self.lora_alpha != 2 * self.rank:
-            parts.append(f"alpha {self.alpha:g}")
-        if self.dropout:
-            parts.append(f"dropout {self.dropout:g}")
-        return f"{', '.join(parts)} on {'all linears' if self.targets is None else ' and '.join(self.targets)}"
-
-
-class ModelId(Strict):
-    """What a plan is bound to. Two models with equal fingerprints run the same graphs."""
-
-    LATER: ClassVar[set[str]] = {"lora_alpha", "lora_dropout", "lora_targets"}
-
-    source: str = Field(description="preset, folder name or hub id that was profiled; for people, not compared")
-    architecture: str
-    config_digest: str
-    layers: int
-    parameters: int
-    trainable_digest: str = Field(description="digest of the names, shapes and dtypes of all parameters and of which are trainable")
-    dtype: str
-    attn_implementation: str
-    lora_rank: int | None
-    lora_alpha: float | None = Field(default=None, description="for people, as the two below: graph digests tell other graphs. null in older files: twice the rank")
-    lora_dropout: float = 0.0
-    lora_targets: list[str] | None = Field(default=None, description="last parts of the names of the linears with adapters; null: all linears of the decoder layers")
-
-    @property
-    def lora(self) -> Lora | None:
-        if self.lora_rank is None:
-            return None
-        return Lora(rank=self.lora_rank, alpha=self.lora_alpha, dropout=self.lora_dropout, targets=None if self.lora_targets is None else tuple(self.lora_targets))
-
-
-class BatchId(Strict):
-    """The micro-batch that was profiled."""
-
-    source: str
-    digest: str
-    task: str
-    rows: int
-    length: int = Field(description="padded tokens of a row: prompt + completion")
-    tokens: int = Field(description="rows x length, padding included")
-    loss_tokens: int
-    group_size: int
 
 
 class Account(Strict):
@@ -567,146 +468,6 @@ def _checked_variants(plan: Any, *, extra: Sequence[str] = ()) -> Any:
         if [v.max_exposure for v in plan.variants if v.max_tokens == tokens].count(None) != 1:
             raise ValueError(f"the variants of {tokens} tokens need exactly one without max_exposure, for unknown and high exposure")
     return plan
-
-
-# ---------------------------------------------------------------------------------------------------------------- bench
-
-
-class MethodRow(Strict):
-    """One method of a benchmark. Times are medians over the repeats; speed-ups are medians of ratios paired within a repeat."""
-
-    name: str
-    wall_us: float
-    cpu_us: float = Field(description="CPU time of all threads")
-    peak_bytes: int
-    rel_error: float = Field(description="relative gradient error against no checkpointing; 0 means bitwise equal")
-    speedup_vs_gc: float
-    speedup_low: float = Field(description="interval of the paired ratios: 95 % by order statistics from 6 repeats on, else the range")
-    speedup_high: float
-    cpu_speedup_vs_gc: float = Field(description="the same from CPU time; the steadier figure at one thread")
-    cpu_speedup_low: float
-    cpu_speedup_high: float
-    recovered: float = Field(description="(T_gc - T) / (T_gc - T_none), median over the repeats, from the report's clock")
-    recovered_low: float
-    recovered_high: float
-
-
-class Outcome(Strict):
-    """The same four figures, predicted by the plan or measured by the benchmark."""
-
-    peak_bytes: int
-    step_us: float
-    rel_error: float
-    speedup_vs_gc: float
-
-
-class BenchReport(Strict):
-    """none, checkpointing, the plan and whatever else was asked for, interleaved in one process on one update."""
-
-    format: Literal["hilore-bench"] = "hilore-bench"
-    version: int = BENCH_VERSION
-    plan: str
-    plan_digest: str
-    date: str
-    machine: Machine
-    batches: list[BatchId] = Field(min_length=1, description="micro-batches of the update")
-    head: str
-    repeats: int
-    clock: Literal["wall", "cpu"] = Field(description="what the four figures below are taken from: CPU time at one thread, wall time at more")
-    methods: list[MethodRow]
-    speedup_vs_gc: float
-    ceiling_vs_gc: float = Field(description="speed-up of no checkpointing over checkpointing")
-    recovered: float = Field(description="(T_gc - T_plan) / (T_gc - T_none)")
-    peak_vs_gc: float
-    rel_error: float
-    predicted: Outcome
-    measured: Outcome
-
-
-class CodecPace(Strict):
-    """One direction of a codec. Fractions are medians of ratios paired within a repeat with a clone of the same tensor."""
-
-    us: float = Field(gt=0, description="median of the repeats")
-    gb_per_s: float = Field(description="bytes of the tensor, in 10^9, over that time")
-    of_clone: float = Field(description="time of the clone over that of the codec")
-    of_clone_low: float = Field(description="interval of the paired ratios: 95 % by order statistics from 6 repeats on, else the range")
-    of_clone_high: float
-    bandwidth_of_clone: float = Field(description="the same of bytes moved a second: tensor and payload once each, against reading and writing the tensor")
-
-
-class CodecBenchRow(Strict):
-    """One codec on one tensor."""
-
-    codec: str
-    stochastic: bool
-    dtype: str
-    nbytes: int = Field(gt=0)
-    payload_bytes: int = Field(gt=0)
-    clone_us: float = Field(gt=0)
-    clone_gb_per_s: float
-    compress: CodecPace
-    decompress: CodecPace
-    break_even_width: int | None = Field(description="a product of a smaller inner width is recomputed in less time than the tensor is compressed and restored; None for masks, which no product makes, and where the products' times do not grow with their width")
-
-
-class ProductTimes(Strict):
-    """Times of x @ W into [rows, columns] at several inner widths, and the line fitted to them."""
-
-    dtype: str
-    nbytes: int = Field(gt=0)
-    rows: int
-    columns: int
-    widths: list[int]
-    us: list[float] = Field(description="medians of the repeats, one a width")
-    fixed_us: float = Field(description="time = fixed_us + us_per_width * inner width, by least squares of relative deviations")
-    us_per_width: float
-    largest_deviation: float = Field(ge=0, description="of the line from a measured time, relative to it")
-
-    @model_validator(mode="after")
-    def _one_time_a_width(self) -> ProductTimes:
-        if len(self.widths) != len(self.us):
-            raise ValueError(f"{len(self.widths)} widths have {len(self.us)} times")
-        return self
-
-
-class CodecBenchReport(Strict):
-    """Codecs by themselves, each beside a plain copy, and the products whose recomputation they compete with."""
-
-    format: Literal["hilore-codec-bench"] = "hilore-codec-bench"
-    version: int = CODEC_BENCH_VERSION
-    date: str
-    machine: Machine
-    repeats: int
-    clock: Literal["wall", "cpu", "device"] = Field(description="CPU time at one thread, wall time at more, CUDA events on a GPU")
-    rows: list[CodecBenchRow] = Field(min_length=1)
-    products: list[ProductTimes]
-
-
-# --------------------------------------------------------------------------------------------------------------- digests
-
-
-def digest_of(record: Strict) -> str:
-    """sha256 (16 hex digits) of a record's canonical JSON, without the fields named in its UNDIGESTED, and those of LATER at their default:
-    files from before such a field was there keep their digest.
-    """
-    return digest_of_document(digested(record))
-
-
-def digested(record: Strict) -> dict[str, Any]:
-    """What a record's digest covers."""
-    left_out = _at_default(record) | dict.fromkeys(getattr(type(record), "UNDIGESTED", ()), True)
-    return record.model_dump(mode="json", exclude=left_out)
-
-
-def _at_default(record: Strict) -> dict[str, Any]:
-    """Fields of LATER at their default, of a record and of those in it, as pydantic leaves them out: name -> True, or the same of that record."""
-    later = {name for name in getattr(type(record), "LATER", ()) if getattr(record, name) == type(record).model_fields[name].default}
-    inner = {name: _at_default(value) for name, value in record if isinstance(value, Strict)}
-    return {name: fields for name, fields in inner.items() if fields} | dict.fromkeys(later, True)
-
-
-def digest_of_document(document: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True, allow_nan=False).encode()).hexdigest()[:16]
 
 
 def freeze(plan: FrozenPlan) -> FrozenPlan:

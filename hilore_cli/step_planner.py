@@ -31,15 +31,7 @@ from hilore_cli.ilp import (
     solver_version,
 )
 from hilore_cli.program import Actions, LayerProgram, actions_of_choices, build_layer_program, replayed_units
-from hilore_cli.schema import (
-    MASK_CODEC,
-    Alternative,
-    Pattern,
-    Prediction,
-    Profile,
-    SolverRecord,
-    UnitRow,
-)
+from hilore_cli.schema import MASK_CODEC, Alternative, Pattern, Prediction, Profile, SolverRecord, UnitRow
 from hilore_cli.sizes import format_bytes
 from hilore_cli.timeline import (
     LayerTimeline,

@@ -50,10 +50,11 @@ from hilore_cli.profiler import (
     timed_class,
     token_weights,
 )
+from hilore_cli.records import digest_of
 from hilore_cli.relative import check_codecs as check_relative
 from hilore_cli.relative import kappas_of
 from hilore_cli.risk import LayerCall
-from hilore_cli.schema import Estimate, LayerClass, Pattern, Profile, StepTimes, digest_of
+from hilore_cli.schema import Estimate, LayerClass, Pattern, Profile, StepTimes
 from hilore_cli.timeline import simulate_layer
 from hilore_cli.workbench import Progress, Recorder
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from hilore_cli.schema import BatchId, Machine, ModelId, Strict
+from hilore_cli.provenance import BatchId, Machine, ModelId
+from hilore_cli.records import Strict
 
 SUITE_VERSION = 1
 

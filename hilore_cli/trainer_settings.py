@@ -19,7 +19,8 @@ import yaml
 from hilore_cli.errors import UsageError
 from hilore_cli.findings import Finding, Status
 from hilore_cli.integrations.clashes import REFUSED, TRL, VERL, WRITTEN_FOR
-from hilore_cli.schema import FrozenPlan, Lora, Plan
+from hilore_cli.provenance import Lora
+from hilore_cli.schema import FrozenPlan, Plan
 
 LOW_DTYPES = ("bfloat16", "float16")
 OF_ACCELERATE = {"compute_environment", "distributed_type"}

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from hilore_cli.capture_failures import reason_of
 from hilore_cli.errors import CaptureError, MutatingLayerError
 from hilore_cli.norms import squared_norm
 from hilore_cli.peak import tracer_for
 from hilore_cli.risk import NoiseGain, time_us
-from hilore_cli.runtime import Handle, forward, reason_of
+from hilore_cli.runtime import Handle, forward
 from hilore_cli.schema import GraphNode, LayerClass
 from hilore_cli.workbench import Workbench
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from profiles_for_tests import MIB, chain_class, make_profile, scaling
 
 from hilore_cli.planner import solve_plan
-from hilore_cli.schema import FrozenPlan, Plan, Profile, Variant, digest_of, freeze
+from hilore_cli.records import digest_of
+from hilore_cli.schema import FrozenPlan, Plan, Profile, Variant, freeze
 from hilore_cli.sizes import parse_cap
 
 

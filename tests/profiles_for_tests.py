@@ -8,17 +8,15 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from hilore_cli.provenance import BatchId, Machine, ModelId
 from hilore_cli.schema import (
     Account,
-    BatchId,
     CalibrationPair,
     GraphNode,
     Kappa,
     LayerClass,
     LayerRow,
-    Machine,
     MicroBatchRow,
-    ModelId,
     Pattern,
     Profile,
     SmallerAccount,

@@ -6,21 +6,11 @@ from pathlib import Path
 
 from profiles_for_tests import make_profile
 
+from hilore_cli.bench_records import BenchReport, MethodRow, Outcome
 from hilore_cli.files import save_json, save_profile
 from hilore_cli.planner import solve_plan
-from hilore_cli.schema import (
-    BenchReport,
-    Estimate,
-    FrozenPlan,
-    Measurement,
-    MethodRow,
-    Outcome,
-    Plan,
-    Profile,
-    Variant,
-    digest_of,
-    freeze,
-)
+from hilore_cli.records import digest_of
+from hilore_cli.schema import Estimate, FrozenPlan, Measurement, Plan, Profile, Variant, freeze
 from hilore_cli.sizes import parse_cap
 
 ESTIMATE = Estimate(device="h100", time_error=None, relative="smaller", relative_digest="0" * 16)

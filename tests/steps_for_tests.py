@@ -16,9 +16,9 @@ from hilore_cli.capture import JointGraph, describe_joint, model_identity
 from hilore_cli.codecs import get_codec, payload_bytes
 from hilore_cli.identities import batch_identity
 from hilore_cli.models import decoder_layers
+from hilore_cli.provenance import BatchId
 from hilore_cli.runtime import Handle, attach_patterns
 from hilore_cli.schema import (
-    BatchId,
     Budgets,
     FrozenPlan,
     LayerClass,

@@ -40,7 +40,8 @@ from hilore_cli.errors import CheckError, PlanMismatchError, UsageError
 from hilore_cli.files import load_frozen_plan, load_plan_file, load_report, save_json, save_profile
 from hilore_cli.identities import batch_identity
 from hilore_cli.models import load_config, load_model
-from hilore_cli.schema import Estimate, Lora, Measurement, Pattern, Plan, freeze
+from hilore_cli.provenance import Lora
+from hilore_cli.schema import Estimate, Measurement, Pattern, Plan, freeze
 from hilore_cli.views.check import junit_xml, summary_words
 
 ROOT = Path(__file__).parent.parent

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from hilore_cli import cli, codec_bench, malloc
+from hilore_cli.bench_records import CodecBenchReport, ProductTimes
 from hilore_cli.codec_bench import (
     FEWEST_WIDTHS,
     LONGEST_PRODUCT_US,
@@ -31,7 +32,6 @@ from hilore_cli.codec_bench import (
 from hilore_cli.codecs import CODECS, compress, get_codec
 from hilore_cli.errors import PlanMismatchError, UsageError
 from hilore_cli.files import load_report, save_json
-from hilore_cli.schema import CodecBenchReport, ProductTimes
 from hilore_cli.views.bench import codec_bench_view
 
 CPU = torch.device("cpu")

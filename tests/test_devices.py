@@ -26,9 +26,10 @@ from hilore_cli.exposure import TrlLoss, VerlLoss
 from hilore_cli.grpo import HEADS, GrpoConfig, actor_update, can_repeat, gradients, kernel_mode
 from hilore_cli.models import choose_device, load_model
 from hilore_cli.profiler import ProfileRequest, record_step, token_weights
+from hilore_cli.provenance import Lora
 from hilore_cli.risk import embedding_gain
 from hilore_cli.rollout import with_sampling_logps
-from hilore_cli.schema import Lora, Pattern
+from hilore_cli.schema import Pattern
 from hilore_cli.workbench import Workbench, contexts_of_forward
 
 BATCH = synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=8, completion_tokens=16, group_size=4, seed=0)

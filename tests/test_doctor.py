@@ -21,7 +21,7 @@ from hilore_cli.findings import problems
 from hilore_cli.grpo import GrpoConfig
 from hilore_cli.integrations.clashes import REFUSED, TRL
 from hilore_cli.profiler import record_step
-from hilore_cli.schema import Lora
+from hilore_cli.provenance import Lora
 from hilore_cli.trainer_settings import examine_settings, read_settings
 from hilore_cli.workbench import Workbench
 

@@ -21,7 +21,7 @@ from hilore_cli.fake import FakeTracer, FakeWorkbench, build_fake_model, capture
 from hilore_cli.grpo import GrpoConfig
 from hilore_cli.models import load_config, prepare_to_train
 from hilore_cli.profiler import record_step
-from hilore_cli.schema import Lora
+from hilore_cli.provenance import Lora
 from hilore_cli.whole_step import measure_account, measure_smaller_account
 from hilore_cli.workbench import Workbench
 

@@ -18,7 +18,9 @@ from hilore_cli.lora import find_lora
 from hilore_cli.models import decoder_layers, load_model
 from hilore_cli.planner import solve_plan
 from hilore_cli.profiler import ProfileRequest, profile_update
-from hilore_cli.schema import MASK_CODEC, Lora, ModelId, digest_of
+from hilore_cli.provenance import Lora, ModelId
+from hilore_cli.records import digest_of
+from hilore_cli.schema import MASK_CODEC
 from hilore_cli.sizes import parse_cap
 
 peft = pytest.importorskip("peft", reason="peft is not installed (extra lora)")

@@ -22,7 +22,7 @@ from hilore_cli.models import (
     weights_folder,
 )
 from hilore_cli.presets import PRESETS
-from hilore_cli.schema import Lora
+from hilore_cli.provenance import Lora
 from hilore_cli.wheel_models import cache_folder, unpermute
 
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed (extra lora)")

@@ -27,6 +27,7 @@ from hilore_cli.files import (
     save_profile,
     write_atomic,
 )
+from hilore_cli.records import digest_of, digest_of_document, digested
 from hilore_cli.schema import (
     FROZEN_VERSION,
     PLAN_VERSION,
@@ -42,9 +43,6 @@ from hilore_cli.schema import (
     SolverRecord,
     UpdatePrediction,
     Variant,
-    digest_of,
-    digest_of_document,
-    digested,
     freeze,
     variant_for,
 )

@@ -14,6 +14,15 @@ from plans_for_tests import frozen_of, small_profile, solved
 
 from hilore_cli import cli, json_schemas
 from hilore_cli.ablation_bench import run_ablations
+from hilore_cli.bench_records import (
+    BenchReport,
+    CodecBenchReport,
+    CodecBenchRow,
+    CodecPace,
+    MethodRow,
+    Outcome,
+    ProductTimes,
+)
 from hilore_cli.check import check_files
 from hilore_cli.check_records import Limits
 from hilore_cli.files import load_plan_file, save_json, save_profile
@@ -29,17 +38,8 @@ from hilore_cli.quality_records import (
     RunsIdentity,
     Trend,
 )
-from hilore_cli.schema import (
-    BenchReport,
-    CodecBenchReport,
-    CodecBenchRow,
-    CodecPace,
-    MethodRow,
-    Outcome,
-    ProductTimes,
-    Profile,
-    Strict,
-)
+from hilore_cli.records import Strict
+from hilore_cli.schema import Profile
 from hilore_cli.sizes import parse_cap
 from hilore_cli.suite_records import SuiteReport, SuiteRow
 

@@ -20,12 +20,7 @@ from hilore_cli.grpo import GrpoConfig, gradients
 from hilore_cli.models import decoder_layers
 from hilore_cli.planner import solve_plan
 from hilore_cli.profiler import ProfileRequest, measure_layers, profile_update, record_step
-from hilore_cli.schema import (
-    FrozenPlan,
-    Pattern,
-    Plan,
-    Profile,
-)
+from hilore_cli.schema import FrozenPlan, Pattern, Plan, Profile
 from hilore_cli.sizes import parse_cap
 from hilore_cli.stages import Stages
 from hilore_cli.step_planner import time_scale

@@ -23,7 +23,8 @@ from hilore_cli.views.console import Reporter
 
 if TYPE_CHECKING:
     from hilore_cli.batches import MicroBatch
-    from hilore_cli.schema import Lora, Profile
+    from hilore_cli.provenance import Lora
+    from hilore_cli.schema import Profile
 
 
 def load_batches(sources: list[str]) -> list[tuple[str, MicroBatch]]:
@@ -194,7 +195,7 @@ def load_planned_model(source: str, planned: Any, *, device: str | None) -> Any:
 
 def adapters_of(rank: int | None, *, alpha: float | None, dropout: float | None, targets: str | None) -> Lora | None:
     """What --lora and its options ask for. Raises UsageError."""
-    from hilore_cli.schema import Lora
+    from hilore_cli.provenance import Lora
 
     if rank is None:
         if given := [option for option, value in {"--lora-alpha": alpha, "--lora-dropout": dropout, "--lora-targets": targets}.items() if value is not None]:

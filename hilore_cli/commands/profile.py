@@ -45,7 +45,8 @@ from hilore_cli.views.profile import profile_view
 if TYPE_CHECKING:
     from hilore_cli.batches import MicroBatch
     from hilore_cli.profiler import ProfileRequest
-    from hilore_cli.schema import Lora, Profile
+    from hilore_cli.provenance import Lora
+    from hilore_cli.schema import Profile
 
 MEASURING = (None, "cpu", "cuda")
 """--device: these measure; every other name is a device model's."""

@@ -15,7 +15,8 @@ from hilore_cli.views.console import Reporter
 from hilore_cli.views.layout import lines
 
 if TYPE_CHECKING:
-    from hilore_cli.schema import BenchReport, FrozenPlan, Plan
+    from hilore_cli.bench_records import BenchReport
+    from hilore_cli.schema import FrozenPlan, Plan
 
 
 def report_command(
@@ -36,9 +37,9 @@ def report_command(
         from hilore_cli.page.rows import Story
     except ModuleNotFoundError as error:
         raise UsageError(f"hilore report draws with altair, vl-convert-python and jinja2, and {error.name} is not installed; install them with: pip install 'hilore[report]'") from error
+    from hilore_cli.bench_records import BenchReport
     from hilore_cli.files import load_report, write_atomic
     from hilore_cli.frontier import solve_frontier
-    from hilore_cli.schema import BenchReport
 
     benches = tuple(load_report(path, BenchReport, command="hilore bench") for path in bench or [])
     check_benches(benches, bench or [], files.plan, files.frozen)

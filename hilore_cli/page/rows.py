@@ -9,12 +9,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from hilore_cli.bench_records import BenchReport
 from hilore_cli.diff import action_of, unit_risks
 from hilore_cli.explain import base_variant, check_profile, unit_nodes
 from hilore_cli.frontier import Frontier
 from hilore_cli.program import Actions
 from hilore_cli.scaling import profile_at
-from hilore_cli.schema import MASK_CODEC, BenchReport, FrozenPlan, Pattern, Plan, Profile
+from hilore_cli.schema import MASK_CODEC, FrozenPlan, Pattern, Plan, Profile
 from hilore_cli.step_planner import StepPlanner
 from hilore_cli.timeline import LayerTimeline, StepMoment, simulate_layer, step_moments
 

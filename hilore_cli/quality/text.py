@@ -13,10 +13,10 @@ import torch
 from hilore_cli.batches import MicroBatch
 from hilore_cli.errors import UsageError
 from hilore_cli.models import load_model, load_tokenizer
+from hilore_cli.provenance import Lora
 from hilore_cli.quality.game import Accuracy, Rollout, loss_of, seed_of, split_updates, widen
 from hilore_cli.quality.settings import Setting, TextGameSpec
 from hilore_cli.rollout import generate_rollouts, prompt_ids
-from hilore_cli.schema import Lora
 from hilore_cli.tasks import Task, load_task
 from hilore_cli.workbench import Progress
 

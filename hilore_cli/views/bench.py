@@ -20,7 +20,7 @@ from hilore_cli.views.layout import (
 )
 
 if TYPE_CHECKING:
-    from hilore_cli.schema import BenchReport, CodecBenchReport, CodecPace
+    from hilore_cli.bench_records import BenchReport, CodecBenchReport, CodecPace
 
 CLONE_GOAL = 0.5
 """What a codec is to reach of the speed of a clone on a CPU."""

@@ -11,7 +11,7 @@ from rich.text import Text
 from hilore_cli.sizes import format_gain
 
 if TYPE_CHECKING:
-    from hilore_cli.schema import Machine
+    from hilore_cli.provenance import Machine
 
 
 def stack(*parts: RenderableType) -> Group:
