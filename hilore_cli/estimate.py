@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from hilore_cli.batches import MicroBatch, require_gradient
+from hilore_cli.batches import MicroBatch
 from hilore_cli.capture import model_identity
 from hilore_cli.codecs import get_codec
 from hilore_cli.devices import CPU_MODEL, DeviceModel
 from hilore_cli.fake import CapturedClass, FakeWorkbench, build_fake_model, capture_layers
 from hilore_cli.files import save_profile
 from hilore_cli.identities import batch_identity, describe_machine, micro_batch_row
-from hilore_cli.profiler import ProfileRequest, check_codecs, check_one_update
+from hilore_cli.profiler import ProfileRequest, check_codecs, ordered_update
 from hilore_cli.provenance import Lora
 from hilore_cli.records import digest_of
 from hilore_cli.relative import Risk, kappas_of, kind_of, scale_layers, scale_risk
@@ -61,11 +61,7 @@ class Target:
 
 def estimate_update(target: Target, batches: Sequence[tuple[str, MicroBatch]], request: ProfileRequest, *, relative: Profile, folder: Path, progress: Progress) -> Profile:
     """Compute what `profile_update` would measure, and write profiles/<name>/. Raises ProfileError, CaptureError, UsageError."""
-    for _, micro_batch in batches:
-        micro_batch.validate()
-    require_gradient([micro_batch for _, micro_batch in batches])
-    check_one_update(batches)
-    batches = sorted(batches, key=lambda item: (not item[1].has_gradient, -item[1].tokens, -item[1].loss_tokens))
+    batches = ordered_update(batches)
     source, micro_batch = batches[0]
     progress("building the model without weights", 0, 1)
     model = build_fake_model(target.config, dtype=target.dtype, attn_implementation=target.attn_implementation, lora=target.lora)

@@ -94,13 +94,9 @@ def profile_update(model: nn.Module, batches: Sequence[tuple[str, MicroBatch]], 
     """Measure an update and write profiles/<name>/. `batches`: its micro-batches with their sources. The largest is measured in
     full; on the others plans are tried. Raises ProfileError and CaptureError that name the thing and the remedy.
     """
-    for _, micro_batch in batches:
-        micro_batch.validate()
-    require_gradient([micro_batch for _, micro_batch in batches])
+    batches = ordered_update(batches)
     check_vocabulary(model, [micro_batch for _, micro_batch in batches])
-    check_one_update(batches)
     check_codecs(model, request.codecs)
-    batches = sorted(batches, key=lambda item: (not item[1].has_gradient, -item[1].tokens, -item[1].loss_tokens))  # the head grows with loss tokens
     source, micro_batch = batches[0]
     identity = model_identity(model, source=request.source)
     batch = batch_identity(micro_batch, source=source, task=request.task)
@@ -156,8 +152,19 @@ def profile_update(model: nn.Module, batches: Sequence[tuple[str, MicroBatch]], 
     return profile
 
 
-def check_one_update(batches: Sequence[tuple[str, MicroBatch]]) -> None:
-    """Raise ProfileError for micro-batches that are no parts of one update: the same twice, other losses, other layouts."""
+def ordered_update(batches: Sequence[tuple[str, MicroBatch]]) -> list[tuple[str, MicroBatch]]:
+    """The micro-batches of one update, that which is profiled first: of those with a gradient the one of most tokens, then of most loss tokens (the head
+    grows with them). Raises ProfileError for what cannot be profiled, and for micro-batches that are no parts of one update.
+    """
+    for _, micro_batch in batches:
+        micro_batch.validate()
+    require_gradient([micro_batch for _, micro_batch in batches])
+    _check_one_update(batches)
+    return sorted(batches, key=lambda item: (not item[1].has_gradient, -item[1].tokens, -item[1].loss_tokens))
+
+
+def _check_one_update(batches: Sequence[tuple[str, MicroBatch]]) -> None:
+    """The same twice, other losses, other layouts."""
     seen: dict[str, str] = {}
     first_source, first = batches[0]
     for source, micro_batch in batches:

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hilore_cli import malloc
-from hilore_cli.batches import MicroBatch, require_gradient
+from hilore_cli.batches import MicroBatch
 from hilore_cli.capture import JointGraph, graph_digest, model_identity
 from hilore_cli.errors import CaptureError, UsageError
 from hilore_cli.estimate import scale_micro_batches, trace_updates
@@ -44,9 +44,9 @@ from hilore_cli.profiler import (
     ProfileRequest,
     StepRecord,
     check_codecs,
-    check_one_update,
     combine_layers,
     measure_layer,
+    ordered_update,
     timed_class,
     token_weights,
 )
@@ -242,12 +242,8 @@ class _Streamed(torch.autograd.Function):
 
 def profile_by_layers(folder: Path, batches: Sequence[tuple[str, MicroBatch]], request: ProfileRequest, *, dtype: str, device: torch.device, relative: Profile, out: Path, progress: Progress) -> Profile:
     """Measure an update of the model in `folder` and write profiles/<name>/ (`out`). Raises UsageError, ProfileError, CaptureError."""
-    for _, micro_batch in batches:
-        micro_batch.validate()
-    require_gradient([micro_batch for _, micro_batch in batches])
-    check_one_update(batches)
+    batches = ordered_update(batches)
     check_relative(relative, request.codecs)
-    batches = sorted(batches, key=lambda item: (not item[1].has_gradient, -item[1].tokens, -item[1].loss_tokens))
     source, micro_batch = batches[0]
     progress("capturing layers without weights", 0, 1)
     fake = build_fake_model(AutoConfig.from_pretrained(folder), dtype=dtype)
