@@ -147,7 +147,6 @@ class _Suite:
         self.clock = int(clock_of(bench.device) == "cpu")
         """0: wall, 1: CPU time"""
         self.cap_bytes = 0
-        self.warm: set[str] = set()
         self.peaks: dict[str, int] = {}
         self.errors: dict[str, float] = {}
         self.settings: dict[str, tuple[str, str]] = {}
@@ -178,23 +177,14 @@ class _Suite:
         return self._once(f"peak of {name}", lambda: self.bench.peak_bytes(name))
 
     def _times(self, part: str, names: Sequence[str], *, repeats: int, progress: Progress) -> dict[str, Samples]:
-        """Interleaved updates. Before the first of this process all run once, untimed: each leaves the heap another way, and pages that are
-        touched for the first time cost up to a tenth of an update.
-        """
+        """Interleaved updates of methods that are compiled before."""
 
         def measure() -> dict[str, Samples]:
             for name in names:
-                self._warm_up(name)
+                self.bench.compile(name)
             return self.bench.time_updates(names, repeats=repeats, progress=progress)
 
         return self._once(part, measure)
-
-    def _warm_up(self, name: str) -> None:
-        if name not in self.warm:
-            self.bench.compile(name)
-            with self.bench.method(name):
-                self.bench.update()
-            self.warm.add(name)
 
     def time_rows(self, repeats: int) -> dict[str, Samples]:
         """All rows, one whole repeat after the other."""

@@ -32,8 +32,6 @@ def measure_steps(bench: Workbench, *, repeats: int, progress: Progress) -> dict
     account, gc_peak = measure_account(bench, bench.static())
     smaller = measure_smaller_account(bench)
     progress("measuring peaks", 2, 3)
-    with bench.method("recompute"):
-        bench.update()  # the other two have had their first whole update under the trace: the heap has grown
     samples = bench.time_updates(methods, repeats=repeats, progress=progress)
     times = {f"{name}_us": median(wall for wall, _ in samples[name]) for name in methods}
     return {"account": account, "smaller": smaller, "peaks": {"none_bytes": none_peak, "gc_bytes": gc_peak}, "times": times | {"repeats": repeats, "threads": torch.get_num_threads()}}
