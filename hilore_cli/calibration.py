@@ -1,4 +1,4 @@
-"""Calibration: whole plans on micro-batches whose risk was not measured; predicted against measured error, and kappa.
+"""Calibration: whole plans on an update's micro-batches, others than the profiled one above all; predicted against measured error, and kappa.
 
 Each pair is one plan run on one micro-batch: sum of rho^2 as the profile has it, against the squared error of the micro-batch's own
 gradient. kappa is the upper prediction limit of a further pair's ratio, taken as log-normal:
@@ -31,6 +31,8 @@ from hilore_cli.workbench import Progress, Workbench
 QUANTILE = 0.95
 PAIRS = 8
 """Least number of pairs for each codec."""
+ON_PROFILED = 4
+"""Most pairs on the profiled micro-batch itself."""
 LARGEST_ERROR = 0.05
 """Calibration plans are thinned to a predicted error below this: above, squared errors stop adding up (and no budget is there)."""
 RISKY = 4.0
@@ -100,9 +102,31 @@ class Tried:
     pairs: list[CalibrationPair]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Trial:
+    """A micro-batch and how many plans are tried on it."""
+
+    source: str
+    batch: MicroBatch
+    heldout: bool
+    plans: int
+
+
+def _trials(profiled: tuple[str, MicroBatch], others: Sequence[tuple[str, MicroBatch]]) -> list[_Trial]:
+    """At least PAIRS on micro-batches that were not profiled, and some on the profiled one: it is one of the update as well, and its own errors
+    were a tenth above those of two others. Without another its halves.
+    """
+    source, batch = profiled
+    if not others:
+        halves = halves_of(batch)
+        return [_Trial(source=f"part {i + 1} of {source}", batch=half, heldout=False, plans=math.ceil(PAIRS / len(halves))) for i, half in enumerate(halves)]
+    each = math.ceil(PAIRS / len(others))
+    return [_Trial(source=name, batch=other, heldout=True, plans=each) for name, other in others] + [_Trial(source=source, batch=batch, heldout=False, plans=min(each, ON_PROFILED))]
+
+
 def try_plans(bench: Workbench, batches: Sequence[tuple[str, MicroBatch]], *, units: Sequence[UnitRow], classes: Sequence[LayerClass], layers: Sequence[LayerRow], codecs: Sequence[str], exact: dict[str, Tensor], progress: Progress) -> Tried:
-    """Exact gradients of all micro-batches, and trial plans on those that were not profiled; `exact` is the gradient of the first,
-    profiled one. Where there is no other, the halves of the profiled one are tried, which says less: `heldout` is False.
+    """Exact gradients of all micro-batches, and trial plans on those with a gradient; `exact` is the gradient of the first, profiled one.
+    Where there is no other, its halves are tried, which says less: no pair is `heldout`.
     """
     patterns: dict[str, Pattern] = {}
     plans: list[list[TrialPlan]] = []
@@ -110,31 +134,30 @@ def try_plans(bench: Workbench, batches: Sequence[tuple[str, MicroBatch]], *, un
         more, of_codec = trial_plans(units, classes, layers, codec=codec)
         patterns |= more
         plans += [of_codec] if of_codec else []
-    profiled, others = batches[0], list(batches[1:])
-    heldout = [trial for trial in others if trial[1].has_gradient]
-    trials = heldout or [(f"part {i + 1} of {profiled[0]}", half) for i, half in enumerate(halves_of(profiled[1]))]
-    each = math.ceil(PAIRS / len(trials))
+    profiled = batches[0]
+    trials = _trials(profiled, [other for other in batches[1:] if other[1].has_gradient])
     norms = {id(profiled[1]): gradient_norm(exact)}
-    total, pairs = {name: grad.clone() for name, grad in exact.items()} if heldout else exact, []
-    whole = bench.batches
+    total, pairs = {name: grad.clone() for name, grad in exact.items()} if trials[0].heldout else exact, []
+    whole, tried = bench.batches, 0
     try:
-        for position, (source, batch) in enumerate(trials):
+        for position, trial in enumerate(trials):
             progress("checking the risk against whole plans", position, len(trials))
-            bench.batches = [batch]
-            reference = bench.gradients_by("recompute")
-            norms[id(batch)] = gradient_norm(reference)
-            if heldout:
+            bench.batches = [trial.batch]
+            reference = exact if trial.batch is profiled[1] else bench.gradients_by("recompute")
+            norms[id(trial.batch)] = gradient_norm(reference)
+            if trial.heldout:
                 for name, grad in reference.items():
                     total[name].add_(grad)
-            if norms[id(batch)] == 0:
+            if norms[id(trial.batch)] == 0:
                 continue
             for of_codec in plans:
-                for plan in (of_codec[(position * each + k) % len(of_codec)] for k in range(min(each, len(of_codec)))):
+                for plan in (of_codec[(tried + k) % len(of_codec)] for k in range(min(trial.plans, len(of_codec)))):
                     with bench.assigned(patterns, plan.layers, graph_digests=[c.graph_digest for c in classes]):
                         error = relative_error(bench.gradients(), reference)
                     if error == 0:
                         continue  # the micro-batch's layers trace to another graph, which is recomputed whole
-                    pairs.append(CalibrationPair(codec=plan.codec, plan=plan.words, micro_batch=source, heldout=bool(heldout), predicted_rho2=plan.rho2, measured_rel_error=error))
+                    pairs.append(CalibrationPair(codec=plan.codec, plan=plan.words, micro_batch=trial.source, heldout=trial.heldout, predicted_rho2=plan.rho2, measured_rel_error=error))
+            tried += trial.plans
     finally:
         bench.batches = whole
     return Tried(gradient_norms=[norms.get(id(batch), 0.0) for _, batch in batches], update_gradient_norm=gradient_norm(total), pairs=pairs)
@@ -147,8 +170,8 @@ def kappas_of(pairs: Sequence[CalibrationPair], codecs: Sequence[str], *, roundi
         mine = [pair for pair in pairs if pair.codec == codec and pair.measured_rel_error > 0]
         if mine:
             batches = sorted({pair.micro_batch for pair in mine})
-            if len(mine) < PAIRS or not mine[0].heldout:
-                warnings.warn(f"codec {codec}: calibrated on {len(mine)} pairs of plan and micro-batch{'' if mine[0].heldout else ', none of them on another micro-batch than the profiled one'}; give more micro-batches (--batch) for a surer risk", stacklevel=2)
+            if len(mine) < PAIRS or not any(pair.heldout for pair in mine):
+                warnings.warn(f"codec {codec}: calibrated on {len(mine)} pairs of plan and micro-batch{'' if any(pair.heldout for pair in mine) else ', none of them on another micro-batch than the profiled one'}; give more micro-batches (--batch) for a surer risk", stacklevel=2)
             found.append(Kappa(codec=codec, value=prediction_limit([pair.ratio(rounding_error) for pair in mine]), quantile=QUANTILE, pairs=len(mine), micro_batches=len(batches), coverage=_coverage(mine, batches, rounding_error)))
     return found
 

@@ -180,14 +180,15 @@ def tries(tmp_path_factory) -> Tries:
 
 
 def test_two_held_out_micro_batches_give_enough_pairs(tries: Tries) -> None:
+    """And the profiled one is tried as well: SmolLM2's plans brought it a tenth more error than the others, so that a limit from those alone was too low."""
     first, second = batch(1), batch(2)
     kept = {name: grad.clone() for name, grad in tries.exact.items()}
     tried = tries.run(("first", first), ("second", second))
     for codec in CODECS:
         mine = [p for p in tried.pairs if p.codec == codec]
-        assert len(mine) >= PAIRS
-        assert {p.micro_batch for p in mine} == {"first", "second"}
-        assert all(p.heldout and p.measured_rel_error > 0 and 0 < p.predicted_rho2 <= LARGEST_ERROR**2 for p in mine)
+        assert sum(p.heldout for p in mine) >= PAIRS
+        assert {(p.micro_batch, p.heldout) for p in mine} == {("first", True), ("second", True), ("profiled", False)}
+        assert all(p.measured_rel_error > 0 and 0 < p.predicted_rho2 <= LARGEST_ERROR**2 for p in mine)
         assert len({(p.plan, p.micro_batch) for p in mine}) >= PAIRS - 2, "no plan is tried twice on one, where there are enough"
         (kappa,) = kappas_of(mine, [codec])
         print(f"{codec}: kappa {kappa.value:.2f}, coverage {kappa.coverage:.2f}, ratios {sorted(round(p.ratio(), 2) for p in mine)}")
@@ -211,7 +212,7 @@ def test_micro_batches_without_gradient_are_left_untried(tries: Tries) -> None:
     tried = tries.run(("flat", flat), ("other", batch(1)), codecs=["int8"])
     assert tried.gradient_norms[1] == 0.0
     assert tried.gradient_norms[0] > 0 < tried.gradient_norms[2]
-    assert {p.micro_batch for p in tried.pairs} == {"other"}
+    assert {p.micro_batch for p in tried.pairs} == {"other", "profiled"}
     assert tried.update_gradient_norm == pytest.approx(tries.norm(tries.profiled, batch(1)), rel=1e-4)
 
 
@@ -221,7 +222,8 @@ def test_enough_pairs_beside_micro_batches_without_gradient(tries: Tries, flat: 
     others = [("flat", batch(3 + i, scale=0.0)) for i in range(flat)] + [("other", batch(1))] * (2 - flat)
     tried = tries.run(*others, codecs=["int8"])
     assert len(tried.pairs) >= PAIRS
-    assert {p.heldout for p in tried.pairs} == {flat == 1}
+    assert sum(p.heldout for p in tried.pairs) >= PAIRS * (flat == 1)
+    assert any(p.heldout for p in tried.pairs) == (flat == 1)
     assert tried.gradient_norms[1 : 1 + flat] == [0.0] * flat
 
 
