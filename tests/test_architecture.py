@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ def part_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imports_of(path: Path, *, nested: bool = True) -> set[str]:
     """Dotted names that a file imports when it runs; those for type checkers are left out."""
     found: set[str] = set()
@@ -111,8 +113,9 @@ def test_our_imports_inside_functions_are_at_the_torch_edge(path):
 
 @pytest.mark.parametrize("part", TRAINING)
 def test_training_reaches_no_solver_table_or_terminal(part):
+    reached = reached_from(part)
     for path in FILES:
-        if part_of(path) in reached_from(part):
+        if part_of(path) in reached:
             assert not libraries(path) & NOT_IN_TRAINING, f"{part} reaches {path.name}"
 
 

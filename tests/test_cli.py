@@ -94,7 +94,7 @@ def test_chain(chain):
     assert {row["source"] for row in rows} == {"batch.parquet", *(f"more/{i}.parquet" for i in range(5))}
     sizes = [(row["tokens"], row["loss_tokens"]) for row in rows]
     assert sizes == sorted(sizes, reverse=True), "the largest is profiled in full, of equals the one whose head needs most"
-    assert {pair.micro_batch for pair in load_profile(folder / "profiles" / "tiny").calibration} == {f"more/{i}.parquet" for i in range(5)}
+    assert {pair.micro_batch for pair in load_profile(folder / "profiles" / "tiny").calibration} == {row["source"] for row in rows}
     assert plan["update"]["micro_batches"] == frozen["micro_batches"] == sum(v["micro_batches"] for v in plan["variants"]) == 6
     assert plan["budgets"]["exposure_rule"] == "squared", "no log-probabilities were recorded"
     assert all(v["peak_bytes"] <= plan["budgets"]["cap_bytes"] for v in plan["variants"])
