@@ -170,8 +170,9 @@ def kappas_of(pairs: Sequence[CalibrationPair], codecs: Sequence[str], *, roundi
         mine = [pair for pair in pairs if pair.codec == codec and pair.measured_rel_error > 0]
         if mine:
             batches = sorted({pair.micro_batch for pair in mine})
-            if len(mine) < PAIRS or not any(pair.heldout for pair in mine):
-                warnings.warn(f"codec {codec}: calibrated on {len(mine)} pairs of plan and micro-batch{'' if any(pair.heldout for pair in mine) else ', none of them on another micro-batch than the profiled one'}; give more micro-batches (--batch) for a surer risk", stacklevel=2)
+            elsewhere = any(pair.heldout for pair in mine)
+            if len(mine) < PAIRS or not elsewhere:
+                warnings.warn(f"codec {codec}: calibrated on {len(mine)} pairs of plan and micro-batch{'' if elsewhere else ', none of them on another micro-batch than the profiled one'}; give more micro-batches (--batch) for a surer risk", stacklevel=2)
             found.append(Kappa(codec=codec, value=prediction_limit([pair.ratio(rounding_error) for pair in mine]), quantile=QUANTILE, pairs=len(mine), micro_batches=len(batches), coverage=_coverage(mine, batches, rounding_error)))
     return found
 

@@ -92,7 +92,7 @@ class ProfileRequest:
 
 def profile_update(model: nn.Module, batches: Sequence[tuple[str, MicroBatch]], request: ProfileRequest, *, folder: Path, progress: Progress) -> Profile:
     """Measure an update and write profiles/<name>/. `batches`: its micro-batches with their sources. The largest is measured in
-    full; on the others plans are tried. Raises ProfileError and CaptureError that name the thing and the remedy.
+    full; on the others, and some on it, plans are tried. Raises ProfileError and CaptureError that name the thing and the remedy.
     """
     batches = ordered_update(batches)
     check_vocabulary(model, [micro_batch for _, micro_batch in batches])

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from mmap import PAGESIZE
 from typing import Any
 
 import torch
@@ -31,10 +32,10 @@ from hilore_cli.schema import ExposureRule, Pattern, Variant
 
 UNLIMITED_TOKENS = 2**40
 UNIFORM = ("store", "recompute")
-SETTLED_PAGES = 4096
-"""So many new pages (4 KiB) may be touched in an update that is timed on a CPU: on a virtual machine a page took up to 18 us, all of them together 7 of 19 s."""
+SETTLED_BYTES = 2**24
+"""So much memory may be new to the process in an update that is timed: on a virtual machine a page of 4 KiB took up to 18 us, all of them together 7 of 19 s."""
 UNSETTLED_UPDATES = 3
-"""So many updates of a method are run again at most for more: SmolLM2 without checkpointing took two before the heap held all it needs."""
+"""So many updates of a method are run again at most for more: SmolLM2 without checkpointing took two before the heap held all it needs. On a GPU the first update of a method grows the allocator's reserve."""
 ASSIGNED = "assigned"
 SKIP = "+skip"
 
@@ -188,7 +189,7 @@ class Workbench:
     def time_updates(self, methods: Sequence[str], *, repeats: int, progress: Progress) -> dict[str, list[tuple[float, float]]]:
         """Interleaved updates: method -> [(wall us, CPU us)] per repeat. Methods are compiled before, by `gradients_by`.
 
-        An update in which the heap still grew is run again: its pages are paid for once, by whichever method comes first.
+        An update in which memory was still taken from the system is run again: that is paid for once, by whichever method comes first.
         """
         samples: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
         for repeat in range(repeats):
@@ -199,11 +200,11 @@ class Workbench:
         return samples
 
     def _settled(self, name: str) -> tuple[float, float]:
-        """(wall us, CPU us) of an update that hardly grew the heap, or of the last that may be tried."""
+        """(wall us, CPU us) of an update that hardly took new memory, or of the last that may be tried."""
         while True:
-            before = page_faults()
+            before = _taken_bytes(self.device)
             sample = _timed(self.update, self.device)
-            if self.device.type != "cpu" or page_faults() - before <= SETTLED_PAGES or self._unsettled[name] == UNSETTLED_UPDATES:
+            if _taken_bytes(self.device) - before <= SETTLED_BYTES or self._unsettled[name] == UNSETTLED_UPDATES:
                 return sample
             self._unsettled[name] += 1
 
@@ -269,6 +270,11 @@ def checkpointing(model: nn.Module):
 def contexts_of_forward() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """For torch's checkpoint: recompute in the kernel mode of the forward, also where backward runs in the deterministic one."""
     return nullcontext(), kernel_mode(deterministic=False)
+
+
+def _taken_bytes(device: torch.device) -> int:
+    """What the process has taken from the system so far: pages touched on a CPU, the allocator's reserve on a GPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else page_faults() * PAGESIZE
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> tuple[float, float]:

@@ -6,11 +6,12 @@ import mmap
 from unittest.mock import patch
 
 import pytest
+import torch
 from conftest import build_tiny
 
 from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.grpo import GrpoConfig
-from hilore_cli.workbench import SETTLED_PAGES, UNSETTLED_UPDATES, Workbench
+from hilore_cli.workbench import SETTLED_BYTES, UNSETTLED_UPDATES, Workbench
 
 BATCH = synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=8, completion_tokens=16, group_size=4, seed=0)
 
@@ -31,9 +32,21 @@ def test_an_update_in_which_the_heap_grew_is_run_again(growing: int, updates: in
     def update() -> None:
         ran.append(None)
         if len(ran) <= growing:
-            touch_pages(2 * SETTLED_PAGES)
+            touch_pages(2 * SETTLED_BYTES // mmap.PAGESIZE)
 
     with patch.object(bench, "update", update):
         samples = bench.time_updates(["none"], repeats=4, progress=lambda *_: None)
     assert len(ran) == updates
     assert len(samples["none"]) == 4
+
+
+def test_on_a_gpu_it_is_the_reserve_that_grows() -> None:
+    bench, ran = Workbench(build_tiny("llama"), [BATCH], GrpoConfig()), []
+    bench.device = torch.device("cuda")
+    with (
+        patch.object(bench, "update", lambda: ran.append(None)),
+        patch.object(torch.cuda, "synchronize"),
+        patch.object(torch.cuda, "memory_reserved", lambda _device: min(len(ran), 2) * 2 * SETTLED_BYTES),
+    ):
+        bench.time_updates(["none"], repeats=4, progress=lambda *_: None)
+    assert len(ran) == 6
