@@ -56,16 +56,16 @@ def generate_rollouts(
     prompts_per_generation: int = 4,
     meta: dict[str, Any] | None = None,
 ) -> list[MicroBatch]:
-    """Sample `group_size` completions for each of the first `prompts` items; return whole micro-batches in item order.
+    """Sample `group_size` completions for each of the first `prompts` items; return the micro-batches of one update, in item order.
 
     `mixed_only` drops groups with equal rewards, which have no gradient; `max_prompt_tokens` drops longer prompts before
-    they are sampled. Both are counted in each micro-batch's meta. `rows_per_micro_batch` (default: all in one) must be
-    whole groups; a rest that does not fill a micro-batch makes a smaller last one. The loss (TRL's default) counts the tokens of all of them.
+    they are sampled. Both are counted in each micro-batch's meta. `rows_per_micro_batch` (default: all in one) may
+    part a group, as trainers do: advantages are of the whole group. A rest that does not fill a micro-batch makes a smaller last one.
+    The loss (TRL's default) counts the tokens of all of them.
     Raises UsageError for sizes that do not fit, ProfileError when no group is left.
     """
-    rows_per_micro_batch = rows_per_micro_batch or prompts * group_size
-    if group_size < 2 or rows_per_micro_batch % group_size:
-        raise UsageError(f"rollout: {rows_per_micro_batch} rows are not whole groups of {group_size} (at least 2)")
+    if group_size < 2:
+        raise UsageError(f"rollout: a group of {group_size} completion(s) has no advantage; sample at least 2")
     if not 1 <= prompts <= len(task):
         raise UsageError(f"rollout: {prompts} prompts asked of a task with {len(task)} items")
     encoded = [(item, prompt_ids(tokenizer, item, system_prompt)) for item in task.items[:prompts]]
@@ -111,9 +111,10 @@ def generate_rollouts(
         "mean_reward_sampled": round(float(torch.cat([group.rewards for group in groups]).mean()), 4),
         **(meta or {}),
     }
-    per_batch = rows_per_micro_batch // group_size
     loss = TrlLoss(num_items_in_batch=sum(len(ids) for group in kept for ids in group.completions), temperature=temperature)
-    batches = [_micro_batch(kept[i : i + per_batch], first_group=i, pad=_pad_id(tokenizer), loss=loss, meta=record) for i in range(0, len(kept), per_batch)]
+    rows = [(i, j) for i in range(len(kept)) for j in range(group_size)]
+    per_batch = rows_per_micro_batch or len(rows)
+    batches = [_micro_batch(kept, rows[i : i + per_batch], pad=_pad_id(tokenizer), loss=loss, meta=record) for i in range(0, len(rows), per_batch)]
     return [with_sampling_logps(model, batch) for batch in batches]
 
 
@@ -202,18 +203,16 @@ def _up_to_end(ids: list[int], end: int) -> list[int]:
     return ids[: ids.index(end) + 1] if end in ids else ids
 
 
-def _micro_batch(
-    groups: Sequence[_Group], *, first_group: int, pad: int, loss: TrlLoss, meta: dict[str, Any]
-) -> MicroBatch:
-    group_size = len(groups[0].completions)
-    rewards = torch.cat([group.rewards for group in groups])
+def _micro_batch(groups: Sequence[_Group], rows: Sequence[tuple[int, int]], *, pad: int, loss: TrlLoss, meta: dict[str, Any]) -> MicroBatch:
+    """`rows`: (group, completion of it) of each row."""
+    advantages = [group_advantages(group.rewards, group_size=len(group.rewards)) for group in groups]
     return sampled_micro_batch(
-        prompts=[group.prompt_ids for group in groups for _ in range(group_size)],
-        completions=[ids for group in groups for ids in group.completions],
-        rewards=rewards,
-        advantages=group_advantages(rewards, group_size=group_size),
-        group_ids=[first_group + i for i in range(len(groups)) for _ in range(group_size)],
+        prompts=[groups[i].prompt_ids for i, _ in rows],
+        completions=[groups[i].completions[j] for i, j in rows],
+        rewards=torch.stack([groups[i].rewards[j] for i, j in rows]),
+        advantages=torch.stack([advantages[i][j] for i, j in rows]),
+        group_ids=[i for i, _ in rows],
         loss=loss,
         pad_token_id=pad,
-        meta={**meta, "questions": [group.item["question"] for group in groups]},
+        meta={**meta, "questions": [groups[i].item["question"] for i in sorted({i for i, _ in rows})]},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -91,14 +92,72 @@ def test_long_prompts_are_dropped_and_counted(tiny_llama, tokenizer):
     assert batches[0].input_ids.shape == (16, 3 + 5)
 
 
+def test_micro_batches_that_part_groups_are_the_same_update(tiny_llama, tokenizer):
+    """Rows, advantages of the whole group and the count of loss tokens, whatever a micro-batch takes; padding is its own."""
+
+    def rows(batches) -> list[tuple]:
+        return [
+            (mb.input_ids[i][mb.attention_mask[i].bool()].tolist(), mb.group_ids[i].item(), mb.rewards[i].item(), mb.advantages[i][mb.loss_mask[i].bool()].tolist())
+            for mb in batches
+            for i in range(mb.rows)
+        ]
+
+    model, task = tiny_llama(), task_of(even_words)
+    (whole,) = roll(model, tokenizer, task)
+    parted = roll(model, tokenizer, task, rows_per_micro_batch=3)
+    assert [mb.rows for mb in parted] == [3] * (whole.rows // 3) + [whole.rows % 3] * (whole.rows % 3 > 0)
+    assert len(parted) > 3
+    assert rows(parted) == rows([whole])
+    assert {mb.loss.num_items_in_batch for mb in parted} == {whole.loss_tokens}
+    questions = whole.meta["questions"]
+    assert all(mb.meta["questions"] == [questions[i] for i in mb.group_ids.unique()] for mb in parted)
+    assert len({mb.shape[1] for mb in roll(model, tokenizer, task, rows_per_micro_batch=1)}) > 1
+
+
+@pytest.fixture
+def sampled_here(here, tiny_llama, tokenizer, tmp_path, monkeypatch):
+    """`hilore rollout` of a tiny model, whose answers get a reward half of the time."""
+    tiny_llama().save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    monkeypatch.setattr("hilore_cli.tasks.load_task", lambda name, *, seed, size, **options: task_of(even_words, prompts=size))
+    return lambda *arguments: here("rollout", "--model", "./tiny", "--prompts", "6", "--group-size", "4", "--max-new-tokens", "5", *arguments)
+
+
+def test_one_micro_batch_or_an_update_from_the_command_line(sampled_here, here, tmp_path):
+    code, out, err = sampled_here("-o", "one.parquet", "--json")
+    one = load_micro_batch(tmp_path / "one.parquet")
+    assert (code, json.loads(out)["rows"]) == (0, one.rows)
+    assert "--batch one.parquet" in err
+
+    code, out, err = sampled_here("-o", "update", "--rows", "1", "--json")
+    files = sorted((tmp_path / "update").iterdir())
+    assert [file.name for file in files] == [f"{i:02}.parquet" for i in range(one.rows)]
+    assert [row["rows"] for row in json.loads(out)] == [1] * one.rows
+    assert "--batch update" in err
+    assert {load_micro_batch(file).loss.num_items_in_batch for file in files} == {one.loss_tokens}
+
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "note.txt").touch()
+    for output, also, said in (
+        ("update", (), "update: exists, and an update wants a folder of its own"),
+        ("held", (), "held: exists"),
+        ("one.parquet", (), "one.parquet: exists"),
+        ("new", ("--tokens", "512"), "--rows and --tokens both say how large a micro-batch is"),
+    ):
+        code, _, err = sampled_here("-o", output, "--rows", "2", *also)
+        assert (code, said in err) == (2, True), err
+    assert len(list((tmp_path / "update").iterdir())) == one.rows
+    assert not (tmp_path / "new").exists()
+
+
 def test_bad_rollouts(tiny_llama, tokenizer):
     model = tiny_llama()
     with pytest.raises(ProfileError, match="none of 6 groups has mixed rewards"):
         roll(model, tokenizer, task_of(lambda answer, item: 0.0))
     with pytest.raises(ProfileError, match="all 6 prompts are longer than 1 token"):
         roll(model, tokenizer, task_of(even_words), max_prompt_tokens=1)
-    with pytest.raises(UsageError, match="whole groups of 4"):
-        roll(model, tokenizer, task_of(even_words), rows_per_micro_batch=6)
+    with pytest.raises(UsageError, match=r"a group of 1 completion\(s\) has no advantage"):
+        roll(model, tokenizer, task_of(even_words), group_size=1)
     with pytest.raises(UsageError, match="9 prompts"):
         roll(model, tokenizer, task_of(even_words), prompts=9)
 

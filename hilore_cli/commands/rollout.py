@@ -31,7 +31,7 @@ from hilore_cli.views.profile import batches_view
 
 def rollout_command(
     model: Annotated[str, typer.Option(help="Preset, folder or hub id.", autocompletion=complete_models)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write; with --rows a folder of them.")],
     task: Annotated[str, typer.Option(help="math, or the name of a reasoning-gym generator.", autocompletion=complete_tasks)] = SHIPPED_TASK,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to sample.")] = 16,
     group_size: Annotated[int, typer.Option(min=2, help="Completions per prompt.")] = 8,
@@ -41,15 +41,20 @@ def rollout_command(
     task_option: Annotated[list[str] | None, typer.Option(help="Difficulty of the task's generator, as NAME=VALUE: max_digits=1. May be repeated.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the task and of the sampling.")] = 0,
     tokens: Annotated[int | None, typer.Option(min=64, help="At most about so many tokens (padding included) in the micro-batch.", show_default=False)] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of a micro-batch: all groups with mixed rewards are recorded, as one update of as many micro-batches as it takes.", show_default=False)] = None,
     threads: Threads = None,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Sample completions of a task, score them, and record them as one micro-batch for hilore profile --batch."""
+    """Sample completions of a task, score them, and record them for hilore profile --batch: as one micro-batch, or with --rows as an update."""
     reporter = Reporter(as_json=as_json, quiet=quiet)
     if not temperature > 0:
         raise UsageError(f"temperature {temperature}: must be above 0")
+    if rows is not None and tokens is not None:
+        raise UsageError("--rows and --tokens both say how large a micro-batch is; give one of them")
+    if rows is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(f"{output}: exists, and an update wants a folder of its own; give another one, or remove it")
     check_task(task)
     from hilore_cli.batches import save_micro_batch
     from hilore_cli.models import choose_device, load_model, load_tokenizer
@@ -60,13 +65,20 @@ def rollout_command(
     place = choose_device(device)
     items = load_task(task, seed=seed, size=prompts, **task_options(task_option or []))
     loaded, tokenizer = load_model(model, device=place), load_tokenizer(model)
-    room: dict[str, Any] = {} if tokens is None else row_room(tokens, group_size=group_size, max_new_tokens=max_new_tokens)
+    room: dict[str, Any] = {"rows_per_micro_batch": rows} if tokens is None else row_room(tokens, group_size=group_size, max_new_tokens=max_new_tokens)
     if system_prompt is not None:
         room["system_prompt"] = system_prompt
     reporter.note(f"sampling {prompts} x {group_size} completions")
-    micro_batch = generate_rollouts(loaded, tokenizer, items, prompts=prompts, group_size=group_size, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, meta={"model": model}, **room)[0]
-    save_micro_batch(output, micro_batch)
-    reporter.result(batches_view([(output.name, micro_batch)]), lambda: batch_document(micro_batch))
+    sampled = generate_rollouts(loaded, tokenizer, items, prompts=prompts, group_size=group_size, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, meta={"model": model}, **room)
+    if rows is None:
+        save_micro_batch(output, sampled[0])
+        reporter.result(batches_view([(output.name, sampled[0])]), lambda: batch_document(sampled[0]))
+    else:
+        width = len(str(len(sampled) - 1))
+        files = {output / f"{position:0{width}}.parquet": micro_batch for position, micro_batch in enumerate(sampled)}
+        for file, micro_batch in files.items():
+            save_micro_batch(file, micro_batch)
+        reporter.result(batches_view([(file.name, micro_batch) for file, micro_batch in files.items()]), lambda: [batch_document(micro_batch) for micro_batch in sampled])
     reporter.note(f"written: {output}; next: hilore profile --model {model} --task {task} --batch {output}")
 
 
