@@ -39,7 +39,7 @@ _SHORT_NAMES = {
     "_scaled_dot_product_fused_attention_overrideable": "sdpa",
 }
 _OUTPUT_NAMES = {"output": "out", "logsumexp": LOG_SUM_EXP, "log_sumexp": LOG_SUM_EXP}
-_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution", "_grouped_mm", "grouped_mm", "_scaled_mm", "sdpa"}
+_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "convolution", "_grouped_mm", "grouped_mm", "grouped_mm_fallback", "_scaled_mm", "sdpa"}
 _STEERING = {"topk", "sort", "argsort", "argmax", "argmin", "nonzero", "bincount", "histc", "searchsorted", "unique_dim", "_unique2", "randperm"}
 _CONFIG_NOT_IN_GRAPH = {"output_router_logits", "router_aux_loss_coef", "output_hidden_states", "output_attentions", "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "_attn_implementation", "attn_implementation", "pad_token_id", "bos_token_id", "eos_token_id"}
 _COMPRESSIBLE_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -156,7 +156,7 @@ def describe_joint(joint: JointGraph, *, name: str) -> LayerClass:
         value = node.meta.get("val")
         owner = owners.get(node.name)
         owns = owner == node.name
-        terms = _byte_terms(value, batch, length) if owns else {}
+        terms = _byte_terms(value, batch, length) if owns else _untaken_terms(node, batch, length)
         rows.append(
             GraphNode(
                 index=index[node.name],
@@ -342,6 +342,21 @@ def _byte_terms(value: torch.Tensor, batch: Any, length: Any) -> dict[str, int]:
         return {"1": int(nbytes.node.hint)}
     powers = sympy.Poly(expression, *letters).terms() if letters else [((), expression)]
     return {"".join(str(x) * p for x, p in zip(letters, exponents, strict=True)) or "1": int(factor) for exponents, factor in powers}
+
+
+def _untaken_terms(node: fx.Node, batch: Any, length: Any) -> dict[str, int]:
+    """Bytes of the outputs of an operator with several that no node takes: they are made all the same."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, (tuple, list)):
+        return {}
+    taken = {user.args[1] for user in node.users if _is_getitem(user)}
+    others = {tensor.untyped_storage()._cdata for used in node.all_input_nodes if isinstance(tensor := used.meta.get("val"), torch.Tensor)}
+    total: dict[str, int] = {}
+    for position, output in enumerate(value):
+        if isinstance(output, torch.Tensor) and position not in taken and output.untyped_storage()._cdata not in others:
+            for power, nbytes in _byte_terms(output, batch, length).items():
+                total[power] = total.get(power, 0) + nbytes
+    return total
 
 
 def _is_compressible(value: Any, terms: dict[str, int], batch: Any, length: Any) -> bool:

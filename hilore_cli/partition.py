@@ -36,6 +36,7 @@ from hilore_cli.capture import (
     unit_keys,
 )
 from hilore_cli.errors import CaptureError, MutatingLayerError, PlanMismatchError
+from hilore_cli.frozen_weights import drop_idle_gradients
 from hilore_cli.schema import Pattern
 
 HAS_ISOLATE_RECOMPILES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
@@ -56,6 +57,7 @@ def compile_layer(forward: Callable[..., Any], *, pattern: Pattern, on_split: Ca
     """
 
     def partition(module: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Any = None, **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        drop_idle_gradients(module)
         joint = JointGraph(module=module, num_fwd_outputs=num_fwd_outputs, static_indices=frozenset(static_lifetime_input_indices or ()))
         graphs = split_joint(joint, joint_inputs, pattern=on_split(joint) or pattern, static_lifetime_input_indices=static_lifetime_input_indices, **rest)
         if on_graphs is not None:

@@ -210,7 +210,7 @@ def _phases(layer_class: LayerClass) -> tuple[PhaseModel, ...]:
                 last[rows[i].storage] = row.index
     for i in layer_class.outputs:
         last[rows[i].storage] = len(rows)
-    own = [(first[s], last[s], rows[s].nbytes) for s in first]
+    own = [(first[s], last[s], rows[s].nbytes) for s in first] + [(row.index, row.index, row.nbytes) for row in rows if row.side == "backward" and row.storage < 0]
     positions = [row.index for row in rows if row.side == "backward" and row.storage in (row.index, -1)]
     return tuple(PhaseModel(position=p, fixed_bytes=sum(n for a, b, n in own if a <= p <= b)) for p in positions)
 

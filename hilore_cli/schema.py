@@ -49,7 +49,7 @@ class GraphNode(Strict):
     side: Literal["forward", "backward", "tangent"]
     inputs: list[int] = Field(description="indices of tensor-valued argument nodes, without repetition")
     storage: int = Field(description="index of the node that owns the storage; own index if it owns; -1 if none")
-    nbytes: int = Field(ge=0, description="bytes of the storage at the profiled shape; 0 unless the node owns one")
+    nbytes: int = Field(ge=0, description="bytes of the storage at the profiled shape; 0 unless the node owns one; of an operator with several outputs those of the outputs that no node takes")
     nbytes_terms: dict[str, int] = Field(description="the same as a polynomial of batch b and length s: {'1': c, 'bs': k, 'bss': q}")
     kind: Literal["value", "parameter", "activation", "shared"] = Field(
         description="placeholders: parameter (or buffer), activation (this layer's own input), shared by all layers; all else: value"

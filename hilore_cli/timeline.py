@@ -419,9 +419,10 @@ class _Spans:
         return most
 
     def _start_outputs(self, node: int, *, at: int) -> None:
-        """All outputs come alive together; one that this graph does not take lives until the last one is taken."""
+        """All outputs come alive together; those that this graph does not take live until the last one is taken."""
         outputs = self._outputs(node)
         taken = [self.position[i] for i in outputs if i in self.position]
+        self._unnamed.append((at, max(taken, default=at), self.rows[node].nbytes))
         for i in outputs:
             if i in self.position:
                 self.start(i, at=at)

@@ -18,7 +18,7 @@ FLOORS = {
     0: ["errors", "environment", "findings", "sizes", "records", "provenance", "schema", "bench_records", "check_records", "suite_records", "quality_records", "ablation_records", "files", "stages", "json_schemas", "malloc", "presets"],
     1: ["exposure", "devices", "relative", "scaling", "timeline", "ilp", "program", "step_planner", "planner", "check", "frontier", "explain", "diff", "ablations"],
     2: ["codecs"],
-    3: ["capture", "output_capture", "adapters", "partition", "capture_failures", "choice", "replay", "gradient_error", "guard", "runtime", "batches", "captured", "tasks", "wheel_models", "models", "lora", "grpo", "stretch", "norms"],
+    3: ["capture", "frozen_weights", "output_capture", "adapters", "partition", "capture_failures", "choice", "replay", "gradient_error", "guard", "runtime", "batches", "captured", "tasks", "wheel_models", "models", "lora", "grpo", "stretch", "norms"],
     4: ["rollout", "peak", "risk", "workbench", "calibration", "uncaptured", "identities", "whole_step", "profiler", "bench", "peers", "paper_dp", "suite", "quality", "ablation_bench", "codec_bench", "fake", "estimate", "streamed", "check_model"],
     5: ["integrations", "trainer_settings", "doctor"],
     6: ["views", "page", "commands", "cli", "__main__"],

@@ -42,14 +42,16 @@ class Captured:
 
 
 @cache
-def capture(family: str, attention: str = "sdpa", dropout: float = 0.0) -> Captured:
-    """A tiny model's first layer, split under recompute-all, store-all, compressed and random patterns."""
+def capture(family: str, attention: str = "sdpa", dropout: float = 0.0, frozen: str = "") -> Captured:
+    """A tiny model's first layer, split under recompute-all, store-all, compressed and random patterns; parameters with `frozen` in their names do not train."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **TINY, **FAMILIES[family])
     if dropout:
         config.attention_dropout = dropout
     config._attn_implementation = attention
     model = AutoModelForCausalLM.from_config(config).train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or frozen not in name)
     found: list[Captured] = []
 
     def keep(joint: JointGraph) -> None:
@@ -93,13 +95,29 @@ def patterns_of(layer_class: LayerClass, *, count: int, seed: int) -> list[Patte
     return patterns
 
 
-CASES = [("llama", "sdpa", 0.0), ("llama", "eager", 0.1), ("llama", "sdpa", 0.1), ("gemma3_text", "eager", 0.0), ("qwen3_moe", "sdpa", 0.0)]
+CASES = [("llama", "sdpa", 0.0, ""), ("llama", "eager", 0.1, ""), ("llama", "sdpa", 0.1, ""), ("gemma3_text", "eager", 0.0, ""), ("qwen3_moe", "sdpa", 0.0, ""), ("qwen3_moe", "sdpa", 0.0, "experts")]
 
 
-@pytest.mark.parametrize(("family", "attention", "dropout"), CASES)
-def test_emulation_equals_real_graphs(family: str, attention: str, dropout: float) -> None:
+@pytest.mark.parametrize(("family", "attention", "dropout", "frozen"), CASES)
+def test_emulation_equals_real_graphs(family: str, attention: str, dropout: float, frozen: str) -> None:
     """Order, saved set and liveness of both graphs, for recompute-all, store-all, compressed and random patterns."""
-    captured = capture(family, attention, dropout)
+    assert_emulated(capture(family, attention, dropout, frozen))
+
+
+def test_outputs_that_no_node_takes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator makes all its outputs: here a gradient of frozen experts, which nobody asked for (and which hilore takes out of the graph)."""
+    lean = capture("qwen3_moe", "sdpa", 0.0, "experts")
+    monkeypatch.setattr("hilore_cli.partition.drop_idle_gradients", lambda module: None)
+    wasteful = capture.__wrapped__("qwen3_moe", "sdpa", 0.0, "experts")
+    assert_emulated(wasteful)
+    made = [sum(row.nbytes for row in captured.layer_class.nodes if row.storage < 0) for captured in (lean, wasteful)]
+    experts = 4 * 4 * (2 * 32 * 64 + 64 * 32)
+    assert made == [0, experts]
+    peaks = [simulate_layer(captured.layer_class, Pattern(), payload_bytes=captured.payload_bytes).backward_peak_bytes for captured in (lean, wasteful)]
+    assert peaks[1] > peaks[0] + experts // 3
+
+
+def assert_emulated(captured: Captured) -> None:
     layer_class, joint = captured.layer_class, captured.joint
     for pattern, forward, backward in captured.splits:
         timeline = simulate_layer(layer_class, pattern, payload_bytes=captured.payload_bytes)
