@@ -10,6 +10,8 @@ load gives back the very tensors. `hilore_cli.captured` reads what trainers reco
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -291,6 +293,21 @@ def save_micro_batch(path: str | Path, micro_batch: MicroBatch) -> None:
         write_atomic(path, sink.getvalue().to_pybytes())
     except HiloreError as error:
         raise ProfileError(f"micro-batch {error}") from error
+
+
+def save_update(folder: str | Path, micro_batches: Sequence[MicroBatch]) -> list[str]:
+    """Write the micro-batches of an update as `folder`/0.parquet and on, all or none; returns the files' names. `folder` is not there, or empty. Raises ProfileError."""
+    folder = Path(folder)
+    width = len(str(len(micro_batches) - 1))
+    names = [f"{position:0{width}}.parquet" for position in range(len(micro_batches))]
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as waiting:
+            for name, micro_batch in zip(names, micro_batches, strict=True):
+                save_micro_batch(Path(waiting, "update", name), micro_batch)
+            os.replace(Path(waiting, "update"), folder)
+    except OSError as error:
+        raise ProfileError(f"micro-batches {folder}: cannot be written ({error.strerror}); give another folder") from error
+    return names
 
 
 def load_micro_batch(path: str | Path) -> MicroBatch:

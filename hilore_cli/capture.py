@@ -349,11 +349,12 @@ def _untaken_terms(node: fx.Node, batch: Any, length: Any) -> dict[str, int]:
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, (tuple, list)):
         return {}
-    taken = {user.args[1] for user in node.users if _is_getitem(user)}
-    others = {tensor.untyped_storage()._cdata for used in node.all_input_nodes if isinstance(tensor := used.meta.get("val"), torch.Tensor)}
+    taken = [user for user in node.users if _is_getitem(user)]
+    counted = {tensor.untyped_storage()._cdata for other in (*node.all_input_nodes, *taken) if isinstance(tensor := other.meta.get("val"), torch.Tensor)}
     total: dict[str, int] = {}
-    for position, output in enumerate(value):
-        if isinstance(output, torch.Tensor) and position not in taken and output.untyped_storage()._cdata not in others:
+    for output in value:
+        if isinstance(output, torch.Tensor) and (storage := output.untyped_storage()._cdata) not in counted:
+            counted.add(storage)
             for power, nbytes in _byte_terms(output, batch, length).items():
                 total[power] = total.get(power, 0) + nbytes
     return total

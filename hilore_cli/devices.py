@@ -181,7 +181,7 @@ def samples_of(profile: Profile) -> list[Sample]:
 
 
 def _work_of_row(rows: Sequence[GraphNode], row: GraphNode, *, dtype: str, itemsize: int, length: int) -> Work | None:
-    outputs = [row.nbytes] if row.storage == row.index else [r.nbytes for r in rows[row.index + 1 :] if r.inputs == [row.index] and "getitem" in r.target]
+    outputs = [row.nbytes, *(r.nbytes for r in rows[row.index + 1 :] if r.inputs == [row.index] and "getitem" in r.target)]
     read = [rows[storage].nbytes for storage in dict.fromkeys(rows[i].storage for i in row.inputs) if storage >= 0]
     nbytes = sum(read) + sum(outputs)
     if "scaled_dot_product" in row.target:

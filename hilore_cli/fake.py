@@ -295,9 +295,10 @@ def _flops(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | dict(kwargs)
         pairs = length * key[2] / (2 if named.get("is_causal") else 1)
         return round(2 * batch * heads * pairs * (width + value[3]) * (2.5 if backward else 1)), "attention"
-    if name in ("_grouped_mm", "grouped_mm"):
+    if name in ("_grouped_mm", "grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback_backward"):
         a, b = (tuple(map(_hint, t.shape)) for t in args[:2])
-        return 2 * a[-2] * a[-1] * b[-1] * (1 if 2 in (len(a), len(b)) else a[0]), "matmul"
+        products = 2 if name.endswith("_backward") else 1
+        return 2 * products * a[-2] * a[-1] * b[-1] * (1 if 2 in (len(a), len(b)) else a[0]), "matmul"
     formula = flop_registry.get(getattr(aten, name.removesuffix("_"), None))
     if formula is None:
         return 0, "other"

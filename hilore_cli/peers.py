@@ -6,7 +6,7 @@
 
     partial-gc       torch's checkpoint on some of the layers, the others store
     sac-*            torch's selective checkpointing by operator: attention alone, attention and every second product, attention and all products
-    membudget        torch.compile of each layer, its partitioner under an activation memory budget
+    membudget        torch.compile of each layer, its partitioner under an activation memory budget; as torch does it, gradients of frozen experts included (frozen_weights.py)
     fp8-all          all that a layer saves in float8 e4m3 with a scale a group, through saved-tensor hooks
     gc+fp8-boundary  checkpointing, the layer inputs that it keeps in the same float8
     int8-mlp         the outputs of gate_proj and up_proj in int8, all else stored
@@ -48,7 +48,7 @@ SATURATION = 448.0
 """Largest finite float8 e4m3."""
 
 aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten._grouped_mm.default)
 ATTENTION = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention.default,

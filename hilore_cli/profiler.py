@@ -8,6 +8,7 @@ change the model's weights for good (the timed updates run at a learning rate of
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -164,14 +165,17 @@ def ordered_update(batches: Sequence[tuple[str, MicroBatch]]) -> list[tuple[str,
 
 
 def _check_one_update(batches: Sequence[tuple[str, MicroBatch]]) -> None:
-    """The same twice, other losses, other layouts."""
-    seen: dict[str, str] = {}
+    """The same twice, other losses, other layouts. Equal completions of a prompt make equal micro-batches where a group is parted:
+    those of one file differ by their place in it, sampled ones by what their meta says.
+    """
+    seen: dict[tuple[str, str, str], str] = {}
     first_source, first = batches[0]
     for source, micro_batch in batches:
-        digest = batch_identity(micro_batch, source="", task="").digest
-        if digest in seen:
-            raise ProfileError(f"micro-batches {seen[digest]} and {source} are the same; give each once")
-        seen[digest] = source
+        place = source.rpartition("#")[2] if "#" in source else ""
+        key = (batch_identity(micro_batch, source="", task="").digest, json.dumps(micro_batch.meta, sort_keys=True, default=str), place)
+        if key in seen:
+            raise ProfileError(f"micro-batches {seen[key]} and {source} are the same; give each once")
+        seen[key] = source
         mine, theirs = ({"layout": mb.layout, **losses.to_dict(mb.loss)} for mb in (first, micro_batch))
         differing = [key for key in sorted(mine.keys() | theirs.keys()) if key not in COUNTS and mine.get(key) != theirs.get(key)]
         if differing:

@@ -11,6 +11,7 @@ import datetime
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ class _Group:
     @property
     def mixed(self) -> bool:
         return bool((self.rewards != self.rewards[0]).any())
+
+    @cached_property
+    def advantages(self) -> torch.Tensor:
+        return group_advantages(self.rewards, group_size=len(self.rewards))
 
 
 def generate_rollouts(
@@ -114,7 +119,8 @@ def generate_rollouts(
     loss = TrlLoss(num_items_in_batch=sum(len(ids) for group in kept for ids in group.completions), temperature=temperature)
     rows = [(i, j) for i in range(len(kept)) for j in range(group_size)]
     per_batch = rows_per_micro_batch or len(rows)
-    batches = [_micro_batch(kept, rows[i : i + per_batch], pad=_pad_id(tokenizer), loss=loss, meta=record) for i in range(0, len(rows), per_batch)]
+    parts = [rows[i : i + per_batch] for i in range(0, len(rows), per_batch)]
+    batches = [_micro_batch(kept, part, pad=_pad_id(tokenizer), loss=loss, meta={**record, "micro_batch": i}) for i, part in enumerate(parts)]
     return [with_sampling_logps(model, batch) for batch in batches]
 
 
@@ -204,13 +210,12 @@ def _up_to_end(ids: list[int], end: int) -> list[int]:
 
 
 def _micro_batch(groups: Sequence[_Group], rows: Sequence[tuple[int, int]], *, pad: int, loss: TrlLoss, meta: dict[str, Any]) -> MicroBatch:
-    """`rows`: (group, completion of it) of each row."""
-    advantages = [group_advantages(group.rewards, group_size=len(group.rewards)) for group in groups]
+    """Put some completions of the groups together; `rows` names them as (group, completion of it)."""
     return sampled_micro_batch(
         prompts=[groups[i].prompt_ids for i, _ in rows],
         completions=[groups[i].completions[j] for i, j in rows],
         rewards=torch.stack([groups[i].rewards[j] for i, j in rows]),
-        advantages=torch.stack([advantages[i][j] for i, j in rows]),
+        advantages=torch.stack([groups[i].advantages[j] for i, j in rows]),
         group_ids=[i for i, _ in rows],
         loss=loss,
         pad_token_id=pad,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from hilore_cli import batches
 from hilore_cli.batches import load_micro_batch
 from hilore_cli.errors import ProfileError, UsageError
 from hilore_cli.grpo import GrpoConfig, gradients, token_logps
+from hilore_cli.identities import batch_identity
 from hilore_cli.models import load_model
+from hilore_cli.profiler import ordered_update
 from hilore_cli.rollout import generate_rollouts
 from hilore_cli.tasks import Task
 
@@ -136,18 +140,57 @@ def test_one_micro_batch_or_an_update_from_the_command_line(sampled_here, here, 
     assert "--batch update" in err
     assert {load_micro_batch(file).loss.num_items_in_batch for file in files} == {one.loss_tokens}
 
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.parquet", "tiny", "update"]
+
+
+@pytest.mark.parametrize(
+    ("output", "arguments", "said"),
+    [
+        ("held", ("--rows", "2"), "held: exists, and an update wants a folder of its own"),
+        ("file", ("--rows", "2"), "file: exists"),
+        ("file/update", ("--rows", "2"), "file/update: in file is a file where a folder would have to be"),
+        ("held", (), "held: is a folder, and one micro-batch is a file; give held/batch.parquet, or --rows"),
+        ("new", ("--rows", "2", "--tokens", "512"), "--rows and --tokens both say how large a micro-batch is"),
+    ],
+)
+def test_where_rollouts_cannot_go_is_said_before_sampling(sampled_here, tmp_path, monkeypatch, output, arguments, said):
     (tmp_path / "held").mkdir()
     (tmp_path / "held" / "note.txt").touch()
-    for output, also, said in (
-        ("update", (), "update: exists, and an update wants a folder of its own"),
-        ("held", (), "held: exists"),
-        ("one.parquet", (), "one.parquet: exists"),
-        ("new", ("--tokens", "512"), "--rows and --tokens both say how large a micro-batch is"),
-    ):
-        code, _, err = sampled_here("-o", output, "--rows", "2", *also)
-        assert (code, said in err) == (2, True), err
-    assert len(list((tmp_path / "update").iterdir())) == one.rows
-    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("hilore_cli.rollout.generate_rollouts", lambda *_, **__: pytest.fail("sampled"))
+    code, _, err = sampled_here("-o", output, *arguments)
+    assert (code, said in " ".join(err.split())) == (2, True), err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "held", "tiny"]
+
+
+def test_an_update_is_written_whole_or_not_at_all(tiny_llama, tokenizer, tmp_path, monkeypatch):
+    parted = roll(tiny_llama(), tokenizer, task_of(even_words), rows_per_micro_batch=4)
+    (tmp_path / "update").mkdir()
+    written = batches.save_micro_batch
+
+    def fail_at_the_second(path, micro_batch) -> None:
+        if path.name != "0.parquet":
+            raise OSError(28, "No space left on device")
+        written(path, micro_batch)
+
+    monkeypatch.setattr(batches, "save_micro_batch", fail_at_the_second)
+    with pytest.raises(ProfileError, match=r"update: cannot be written \(No space left"):
+        batches.save_update(tmp_path / "update", parted)
+    assert [list(path.iterdir()) for path in tmp_path.iterdir()] == [[]]
+    monkeypatch.undo()
+    assert batches.save_update(tmp_path / "update", parted) == [f"{i}.parquet" for i in range(len(parted))]
+
+
+def test_equal_completions_of_a_prompt_are_micro_batches_of_their_own(tiny_llama, tokenizer, tmp_path):
+    """One row each, one token each: some are equal, and each is a part of the update; a file that is given twice, or copied, is not."""
+    parted = roll(tiny_llama(), tokenizer, task_of(even_words), rows_per_micro_batch=1, max_new_tokens=1, group_size=48)
+    assert len({batch_identity(mb, source="", task="").digest for mb in parted}) < len(parted)
+    named = [(f"{i}.parquet", mb) for i, mb in enumerate(parted)]
+    assert len(ordered_update(named)) == len(parted)
+    assert len(ordered_update([(f"capture.pt#{i}", replace(mb, meta={})) for i, mb in enumerate(parted)])) == len(parted)
+    for twice in (named[0], ("copy.parquet", parted[0])):
+        with pytest.raises(ProfileError, match="are the same; give each once"):
+            ordered_update([*named, twice])
 
 
 def test_bad_rollouts(tiny_llama, tokenizer):

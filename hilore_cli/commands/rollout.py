@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,10 +54,9 @@ def rollout_command(
         raise UsageError(f"temperature {temperature}: must be above 0")
     if rows is not None and tokens is not None:
         raise UsageError("--rows and --tokens both say how large a micro-batch is; give one of them")
-    if rows is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UsageError(f"{output}: exists, and an update wants a folder of its own; give another one, or remove it")
+    check_output(output, folder=rows is not None)
     check_task(task)
-    from hilore_cli.batches import save_micro_batch
+    from hilore_cli.batches import save_micro_batch, save_update
     from hilore_cli.models import choose_device, load_model, load_tokenizer
     from hilore_cli.rollout import generate_rollouts
     from hilore_cli.tasks import load_task
@@ -65,21 +65,34 @@ def rollout_command(
     place = choose_device(device)
     items = load_task(task, seed=seed, size=prompts, **task_options(task_option or []))
     loaded, tokenizer = load_model(model, device=place), load_tokenizer(model)
-    room: dict[str, Any] = {"rows_per_micro_batch": rows} if tokens is None else row_room(tokens, group_size=group_size, max_new_tokens=max_new_tokens)
+    sizes: dict[str, Any] = {"rows_per_micro_batch": rows} if tokens is None else row_room(tokens, group_size=group_size, max_new_tokens=max_new_tokens)
     if system_prompt is not None:
-        room["system_prompt"] = system_prompt
+        sizes["system_prompt"] = system_prompt
     reporter.note(f"sampling {prompts} x {group_size} completions")
-    sampled = generate_rollouts(loaded, tokenizer, items, prompts=prompts, group_size=group_size, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, meta={"model": model}, **room)
+    sampled = generate_rollouts(loaded, tokenizer, items, prompts=prompts, group_size=group_size, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, meta={"model": model}, **sizes)
     if rows is None:
         save_micro_batch(output, sampled[0])
         reporter.result(batches_view([(output.name, sampled[0])]), lambda: batch_document(sampled[0]))
     else:
-        width = len(str(len(sampled) - 1))
-        files = {output / f"{position:0{width}}.parquet": micro_batch for position, micro_batch in enumerate(sampled)}
-        for file, micro_batch in files.items():
-            save_micro_batch(file, micro_batch)
-        reporter.result(batches_view([(file.name, micro_batch) for file, micro_batch in files.items()]), lambda: [batch_document(micro_batch) for micro_batch in sampled])
+        names = save_update(output, sampled)
+        reporter.result(batches_view(list(zip(names, sampled, strict=True))), lambda: [batch_document(micro_batch) for micro_batch in sampled])
     reporter.note(f"written: {output}; next: hilore profile --model {model} --task {task} --batch {output}")
+
+
+def check_output(output: Path, *, folder: bool) -> None:
+    """Raise UsageError, before anything is sampled, for a place that cannot be written to or that holds something else."""
+    if folder and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UsageError(f"{output}: exists, and an update wants a folder of its own; give another one, or remove it")
+    if not folder and output.is_dir():
+        raise UsageError(f"{output}: is a folder, and one micro-batch is a file; give {output / 'batch.parquet'}, or --rows for an update")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as e:
+        raise UsageError(f"{output}: in {output.parent} is a file where a folder would have to be; give another place") from e
+    except OSError as e:
+        raise UsageError(f"{output}: cannot be written ({e.strerror}); give another place") from e
+    if not os.access(output.parent, os.W_OK):
+        raise UsageError(f"{output}: cannot be written (no permission in {output.parent}); give another place")
 
 
 def capture_command(
