@@ -79,7 +79,8 @@ def main() -> NoReturn:
         print_error(str(error))
         code = error.exit_code
     except CommandLineError as error:
-        print_error(f"{error.format_message().rstrip('.')}; see: hilore --help")
+        context = getattr(error, "ctx", None)
+        print_error(f"{error.format_message().rstrip('.')}; see: {'hilore' if context is None else context.command_path} --help")
         code = UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
@@ -91,7 +92,7 @@ def main() -> NoReturn:
         print_error(f"{where}{error.strerror or error}; check the path, its permissions and the free space")
         code = HiloreError.exit_code
     if code == INTERRUPTED:
-        print_error("interrupted; run again, `hilore profile`, `bench --suite -o` and `bench --quality` go on where they stopped")
+        print_error("interrupted; run again, `hilore profile`, `bench --suite -o` and `bench --quality` go on where they stopped, all else begins anew")
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

@@ -10,20 +10,29 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hilore_cli.errors import UsageError
 from hilore_cli.files import write_atomic
 
 
 class Stages:
-    """One atomically written JSON file for each part; parts of another measurement (another key) are thrown away."""
+    """One atomically written JSON file for each part; parts of another measurement (another key) are thrown away, with a warning.
+
+    Raises UsageError for a folder that is none of ours.
+    """
 
     def __init__(self, folder: Path, *, key: str) -> None:
         self._folder = folder
         stamp = folder / "key"
-        if folder.exists() and (not stamp.exists() or stamp.read_text() != key):
+        if folder.exists() and not stamp.is_file():
+            raise UsageError(f"{folder}: is where unfinished parts are kept, and holds something else; give another output, or remove it")
+        if folder.exists() and stamp.read_text() != key:
+            if any(folder.glob("*.json")):
+                warnings.warn(f"{folder}: its unfinished parts are of other options, files or versions, and are thrown away", stacklevel=2)
             shutil.rmtree(folder)
         if not folder.exists():
             write_atomic(stamp, key.encode())

@@ -253,9 +253,9 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["plan", "--nonsense"], ["--nonsense", "hilore --help"]),
+        (["plan", "--nonsense"], ["--nonsense", "hilore plan --help"]),
         (["plane"], ["plane", "hilore --help"]),
-        (["profile"], ["--model", "hilore --help"]),
+        (["profile"], ["--model", "hilore profile --help"]),
         (["profile", "--model", "./tiny", "--tokens", "many"], ["--tokens", "integer"]),
         (["profile", "--model", "./nothing"], ["./nothing", "no such folder", "preset or a hub id"]),
         (["profile", "--model", "smollm2-135"], ["smollm2-135", "did you mean smollm2-135m"]),

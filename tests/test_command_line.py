@@ -152,6 +152,33 @@ def test_variables_are_read(here, monkeypatch):
     assert (code, "HILORE_THREADS" in err) == (2, True), err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bench", "p.json", "--suite", "-o"),
+        ("bench", "p.json", "--suite", "--csv"),
+        ("bench", "p.json", "--suite", "--parquet"),
+        ("bench", "p.json", "--suite", "--png"),
+        ("ablate", "profiles/p", "-o"),
+        ("plan", "profiles/p", "-o"),
+        ("apply", "p.plan.json", "-o"),
+        ("check", "-o"),
+        ("check", "--junit"),
+        ("report", "p.json", "-o"),
+    ],
+    ids=" ".join,
+)
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_read(here, tmp_path, arguments) -> None:
+    """The inputs are not there either: the output is named, so it was looked at first."""
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for output, said in (("file/out", "file/out: in file is a file where a folder would have to be; give another path"), ("folder", "folder: is a folder; name a file")):
+        code, out, err = here(*arguments, output)
+        assert (code, out) == (2, "")
+        assert said in " ".join(err.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
 # --------------------------------------------------------------------------------------------------------------- README
 
 

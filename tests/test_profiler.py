@@ -14,7 +14,7 @@ import hilore_cli.profiler as profiler
 from hilore_cli.batches import synthetic_micro_batch
 from hilore_cli.bench import gradient_error
 from hilore_cli.calibration import kappas_of
-from hilore_cli.errors import ProfileError
+from hilore_cli.errors import ProfileError, UsageError
 from hilore_cli.exposure import TrlLoss, VerlLoss
 from hilore_cli.files import load_profile
 from hilore_cli.grpo import GrpoConfig, gradients
@@ -136,8 +136,17 @@ def test_stages_of_another_request_are_discarded(tmp_path: Path) -> None:
     folder = tmp_path / "unfinished"
     Stages(folder, key="a").save("layer-0", {"x": 1.5})
     assert Stages(folder, key="a").load("layer-0") == {"x": 1.5}
-    assert Stages(folder, key="b").load("layer-0") is None
+    with pytest.warns(UserWarning, match="unfinished: its unfinished parts are of other options"):
+        assert Stages(folder, key="b").load("layer-0") is None
     assert Stages(folder, key="a").load("layer-0") is None
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="holds something else; give another output"):
+        Stages(tmp_path / "unfinished", key="a")
+    assert (tmp_path / "unfinished" / "notes.txt").read_text() == "mine"
     keys = {profiler._key({"m": 1}, [{"b": 1}], request) for request in (REQUEST, replace(REQUEST, seed=1), replace(REQUEST, codecs=["int4"]), replace(REQUEST, repeats=2), replace(REQUEST, config=GrpoConfig(head="chunked")), replace(REQUEST, name="other"))}
     keys |= {profiler._key({"m": 2}, [{"b": 1}], REQUEST), profiler._key({"m": 1}, [{"b": 2}], REQUEST), profiler._key({"m": 1}, [{"b": 1}, {"b": 1}], REQUEST)}
     assert len(keys) == 9

@@ -25,6 +25,7 @@ from hilore_cli.commands.options import (
     ProfileFolder,
     Quiet,
     Threads,
+    check_writable,
     complete_models,
 )
 from hilore_cli.errors import UsageError
@@ -43,7 +44,7 @@ def ablate_command(
     model: Annotated[str | None, typer.Option("--model", help="Preset, folder or hub id. Default: the profile's.", show_default=False, autocompletion=complete_models)] = None,
     threads: Threads = None,
     device: Device = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Keep the report as a JSON file, too.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Keep the report as a JSON file, too.", show_default=False, callback=check_writable)] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

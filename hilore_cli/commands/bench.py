@@ -23,6 +23,7 @@ from hilore_cli.commands.options import (
     ModelName,
     Quiet,
     Threads,
+    check_writable,
     complete_plans,
 )
 from hilore_cli.commands.quality import bench_quality
@@ -50,9 +51,9 @@ def bench_command(
     mem_cap: Annotated[str | None, typer.Option(help="With --suite: the cap for all, such as 2.5GiB or 1.1x-gc. Default: the plan's.", show_default=False)] = None,
     heads: Annotated[str, typer.Option(help="With --suite: loss heads, comma-separated; a plan runs under its own.")] = HEADS_OF_SUITE,
     peers: Annotated[str | None, typer.Option(help="With --suite: peers, comma-separated. Default: all.", show_default=False)] = None,
-    as_csv: Annotated[Path | None, typer.Option("--csv", help="With --suite: keep the rows as a CSV file, too.", show_default=False)] = None,
-    parquet: Annotated[Path | None, typer.Option(help="With --suite or --quality: keep the rows as a Parquet file, too.", show_default=False)] = None,
-    png: Annotated[Path | None, typer.Option(help="With --suite: draw speed-up against peak into this file.", show_default=False)] = None,
+    as_csv: Annotated[Path | None, typer.Option("--csv", help="With --suite: keep the rows as a CSV file, too.", show_default=False, callback=check_writable)] = None,
+    parquet: Annotated[Path | None, typer.Option(help="With --suite or --quality: keep the rows as a Parquet file, too.", show_default=False, callback=check_writable)] = None,
+    png: Annotated[Path | None, typer.Option(help="With --suite: draw speed-up against peak into this file.", show_default=False, callback=check_writable)] = None,
     quality: Annotated[bool, typer.Option("--quality", help="Instead of a plan: GRPO runs in pairs, under checkpointing and under a plan made for them, with controls: does it still learn?")] = False,
     setting: Annotated[str | None, typer.Option(help=f"With --quality: what is learnt; {', '.join(SETTINGS)}. Default: {next(iter(SETTINGS))}.", show_default=False)] = None,
     pairs: Annotated[int | None, typer.Option(min=2, help="With --quality: pairs of runs. Default: the setting's.", show_default=False)] = None,
@@ -62,7 +63,7 @@ def bench_command(
     sizes: Annotated[str | None, typer.Option(help="With --codecs: sizes of the tensors, comma-separated. Default: 2MiB,16MiB,64MiB on a CPU, 16MiB,256MiB,1GiB on a GPU.", show_default=False)] = None,
     threads: Threads = None,
     device: Device = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Keep the report as a JSON file, too. With --suite an interrupted run then goes on where it stopped.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Keep the report as a JSON file, too. With --suite an interrupted run then goes on where it stopped.", show_default=False, callback=check_writable)] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -20,6 +20,7 @@ from hilore_cli.commands.options import (
     ModelName,
     Quiet,
     Threads,
+    check_writable,
     complete_plans,
 )
 from hilore_cli.errors import CheckError, HiloreError, UsageError
@@ -43,8 +44,8 @@ def check_command(
     heldout: Annotated[list[Path] | None, typer.Option(help="With --measure: the micro-batches that the committed gradient error was judged on. May be repeated.", show_default=False)] = None,
     threads: Threads = None,
     device: Device = None,
-    junit: Annotated[Path | None, typer.Option(help="Also write the results as JUnit XML, which CI systems show.", show_default=False)] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Keep the report as a JSON file, too.", show_default=False)] = None,
+    junit: Annotated[Path | None, typer.Option(help="Also write the results as JUnit XML, which CI systems show.", show_default=False, callback=check_writable)] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Keep the report as a JSON file, too.", show_default=False, callback=check_writable)] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

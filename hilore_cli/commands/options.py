@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hilore_cli.errors import UsageError
 from hilore_cli.presets import PRESETS
 
 PROFILES = Path("profiles")
@@ -18,6 +20,23 @@ SHIPPED_HELDOUT = "smollm2-math-heldout.parquet"
 SHIPPED_RELATIVES = ("smollm2-135m-relative", "smollm2-135m-math")
 """Measured profiles in profiles/ that the risk of larger models is scaled from: the first that has the codecs."""
 EXPOSURE_RULES = ("logits", "squared", "scalar", "tokens")
+
+
+def check_writable(path: Path | None) -> Path | None:
+    """Of an option that names a file to write: raise UsageError before anything is measured where it cannot be written. Makes its folder."""
+    if path is None:
+        return None
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder; name a file, such as {path / 'report'}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as e:
+        raise UsageError(f"{path}: in {path.parent} is a file where a folder would have to be; give another path") from e
+    except OSError as e:
+        raise UsageError(f"{path}: cannot be written ({e.strerror}); give another path") from e
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{path}: cannot be written (no permission in {path.parent}); give another path")
+    return path
 
 
 def complete_models(incomplete: str) -> list[str]:

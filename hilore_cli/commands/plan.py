@@ -34,6 +34,7 @@ from hilore_cli.commands.options import (
     ProfileFolder,
     Quiet,
     Threads,
+    check_writable,
     complete_plans,
 )
 from hilore_cli.errors import InfeasibleError, PlanMismatchError, UsageError
@@ -51,7 +52,7 @@ def plan_command(
     variants: Annotated[bool, typer.Option("--variants/--one-variant", help="Variants by size and exposure of the micro-batch, where the profile has several; or one for all.")] = True,
     weigh: Annotated[str | None, typer.Option(help="What a micro-batch's part in the update is taken to go with: logits (sum of (c (1 - p))^2), squared (sum of c^2), scalar ((sum of |c|)^2), tokens (exposure ignored). Default: logits where log-probabilities were recorded, else squared.", show_default=False)] = None,
     name: Annotated[str | None, typer.Option(help="Name of the plan. Default: the profile's.", show_default=False)] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: plans/<name>.plan.json.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: plans/<name>.plan.json.", show_default=False, callback=check_writable)] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -86,7 +87,7 @@ def apply_command(
     batch: BatchFiles = None,
     heldout: Annotated[list[Path] | None, typer.Option(help="Micro-batches that were not profiled, to judge the gradient error on. May be repeated.", show_default=False)] = None,
     name: Annotated[str | None, typer.Option(help="Name of the frozen plan. Default: the plan's.", show_default=False)] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: plans/<name>.json.", show_default=False)] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File to write. Default: plans/<name>.json.", show_default=False, callback=check_writable)] = None,
     emit_anyway: Annotated[bool, typer.Option("--emit-anyway", help="Write the plan even if the dry run misses its cap or risk.")] = False,
     threads: Threads = None,
     device: Device = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hilore_cli.commands.frontier import RISKS, read_numbers
-from hilore_cli.commands.options import Json, Quiet, complete_plans
+from hilore_cli.commands.options import Json, Quiet, check_writable, complete_plans
 from hilore_cli.commands.reading import read_plan_files
 from hilore_cli.errors import UsageError
 from hilore_cli.views.console import Reporter
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def report_command(
     plan: Annotated[Path | None, typer.Argument(help="Plan or frozen plan. Default: the newest in plans/.", show_default=False, autocompletion=complete_plans)] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="HTML file to write.", callback=check_writable)] = Path("report.html"),
     png: Annotated[Path | None, typer.Option(help="Folder to write every picture into, as PNG.", show_default=False)] = None,
     bench: Annotated[list[Path] | None, typer.Option(help="What hilore bench -o wrote for this plan. May be repeated.", show_default=False)] = None,
     profile: Annotated[Path | None, typer.Option(help="The profile that the plan was made from. Default: the one that it names, in profiles/.", show_default=False)] = None,

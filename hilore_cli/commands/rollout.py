@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +20,7 @@ from hilore_cli.commands.options import (
     Json,
     Quiet,
     Threads,
+    check_writable,
     complete_models,
     complete_tasks,
     complete_trainers,
@@ -85,14 +85,7 @@ def check_output(output: Path, *, folder: bool) -> None:
         raise UsageError(f"{output}: exists, and an update wants a folder of its own; give another one, or remove it")
     if not folder and output.is_dir():
         raise UsageError(f"{output}: is a folder, and one micro-batch is a file; give {output / 'batch.parquet'}, or --rows for an update")
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as e:
-        raise UsageError(f"{output}: in {output.parent} is a file where a folder would have to be; give another place") from e
-    except OSError as e:
-        raise UsageError(f"{output}: cannot be written ({e.strerror}); give another place") from e
-    if not os.access(output.parent, os.W_OK):
-        raise UsageError(f"{output}: cannot be written (no permission in {output.parent}); give another place")
+    check_writable(None if folder and output.is_dir() else output)
 
 
 def capture_command(
