@@ -52,7 +52,7 @@ def run_ablations(
         model=profile.model,
         estimated=profile.estimate is not None,
         machine=None if bench is None else describe_machine(bench.device),
-        batches=[batch_identity(batch, source=source, task=str(batch.meta.get("task", ""))) for source, batch in batches],
+        batches=[batch_identity(batch, source=source) for source, batch in batches],
         cap_bytes=cap_bytes,
         risk=risk,
         codecs=list(codecs),

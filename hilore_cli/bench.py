@@ -88,7 +88,7 @@ def dry_run(model: nn.Module, plan: Plan | FrozenPlan, batches: Sequence[MicroBa
     progress("dry run: peak of the plan", 1, 3)
     peak = bench.peak_bytes("plan")
     progress("dry run: peak of checkpointing", 2, 3)
-    profiled = plan.batch.digest in {batch_identity(batch, source="", task="").digest for batch in batches}
+    profiled = plan.batch.digest in {batch_identity(batch, source="").digest for batch in batches}
     gc_peak = plan.predicted.gc_peak_bytes if profiled else bench.peak_bytes("gc")  # the profile measured it on its largest micro-batch
     return Measurement(peak_bytes=peak, gc_peak_bytes=gc_peak, rel_error=error, batch_digest=update_digest(judges), date=today()), noise
 
@@ -124,7 +124,7 @@ def run_bench(model: nn.Module, plan: FrozenPlan, batches: Sequence[tuple[str, M
         plan_digest=plan.digest,
         date=today(),
         machine=describe_machine(bench.device),
-        batches=[batch_identity(batch, source=source, task=str(batch.meta.get("task", ""))) for source, batch in batches],
+        batches=[batch_identity(batch, source=source) for source, batch in batches],
         head=plan.head,
         repeats=repeats,
         clock=clock,

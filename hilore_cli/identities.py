@@ -21,14 +21,14 @@ from hilore_cli.provenance import BatchId, Machine
 from hilore_cli.schema import MicroBatchRow
 
 
-def batch_identity(micro_batch: MicroBatch, *, source: str, task: str) -> BatchId:
-    """What was profiled: a digest over all tensors, layout and loss, and the shape that the plan will hold for."""
+def batch_identity(micro_batch: MicroBatch, *, source: str, task: str = "") -> BatchId:
+    """What was profiled: a digest over all tensors, layout and loss, and the shape that the plan will hold for. `task`: where the micro-batch names none."""
     tensors = {f.name: value for f in fields(micro_batch) if isinstance(value := getattr(micro_batch, f.name), Tensor)}
     told = json.dumps([micro_batch.layout, losses.to_dict(micro_batch.loss), list(tensors)], sort_keys=True)
     digest = hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors.values()) + told.encode()).hexdigest()[:16]
     _, counts = torch.unique(micro_batch.group_ids, return_counts=True)
     rows, length = micro_batch.shape
-    return BatchId(source=source, digest=digest, task=task, rows=rows, length=length, tokens=micro_batch.tokens, loss_tokens=micro_batch.loss_tokens, group_size=int(counts.max()))
+    return BatchId(source=source, digest=digest, task=str(micro_batch.meta.get("task") or task), rows=rows, length=length, tokens=micro_batch.tokens, loss_tokens=micro_batch.loss_tokens, group_size=int(counts.max()))
 
 
 def micro_batch_row(source: str, micro_batch: MicroBatch, *, gradient_norm: float) -> MicroBatchRow:
@@ -39,7 +39,7 @@ def micro_batch_row(source: str, micro_batch: MicroBatch, *, gradient_norm: floa
 
 def update_digest(batches: Sequence[MicroBatch]) -> str:
     """One micro-batch's digest, or one over those of several."""
-    digests = [batch_identity(batch, source="", task="").digest for batch in batches]
+    digests = [batch_identity(batch, source="").digest for batch in batches]
     return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16]
 
 

@@ -94,7 +94,7 @@ def run_suite(model: nn.Module, plans: Mapping[str, FrozenPlan], batches: Sequen
     bench = PeerBench(model, [batch for _, batch in batches], GrpoConfig(head=first.head))
     add_plans(bench, plans)
     identity = model_identity(model, source=first.model.source)
-    identities = [batch_identity(batch, source=source, task=str(batch.meta.get("task", ""))) for source, batch in batches]
+    identities = [batch_identity(batch, source=source) for source, batch in batches]
     machine = describe_machine(bench.device)
     key = key_of([machine.model_dump(), identity.model_dump(), [row.model_dump() for row in identities], {name: plan.digest for name, plan in plans.items()}, str(cap), list(heads), sorted(peers)])
     stages = None if unfinished is None else Stages(unfinished, key=key)

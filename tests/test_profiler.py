@@ -112,7 +112,7 @@ def test_resumed_profile_is_whole(interrupted) -> None:
 def test_resumed_profile_knows_the_update(interrupted) -> None:
     """The largest micro-batch with a gradient is profiled and stands first; norms are those of the exact gradients."""
     profile = load_profile(interrupted[0])
-    assert (profile.batch.source, profile.batch.tokens, profile.batch.digest) == ("largest", 96, batch_identity(BATCH, source="", task="").digest)
+    assert (profile.batch.source, profile.batch.tokens, profile.batch.digest) == ("largest", 96, batch_identity(BATCH, source="").digest)
     rows = profile.micro_batches
     assert [(row.source, row.tokens) for row in rows] == [("largest", 96), ("other", 80), ("flat", 96)]
     assert rows[2].gradient_norm == rows[2].squared == rows[2].scalar == 0 < rows[2].uniform
