@@ -439,7 +439,7 @@ def test_full_disk_while_writing_a_plan(chain, refused, tmp_path, monkeypatch):
 
 
 def test_writing_where_one_cannot(chain, refused):
-    refused("plan", "profiles/tiny", "-q", "-o", "batch.parquet/p.json", folder=chain[0], code=1, words=["batch.parquet"])
+    refused("plan", "profiles/tiny", "-q", "-o", "batch.parquet/p.json", folder=chain[0], code=2, words=["batch.parquet", "give another path"])
 
 
 # ---------------------------------------------------------------------------------------------------------------- pieces
