@@ -171,8 +171,7 @@ def _check_one_update(batches: Sequence[tuple[str, MicroBatch]]) -> None:
     seen: dict[tuple[str, str, str], str] = {}
     first_source, first = batches[0]
     for source, micro_batch in batches:
-        place = source.rpartition("#")[2] if "#" in source else ""
-        key = (batch_identity(micro_batch, source="").digest, json.dumps(micro_batch.meta, sort_keys=True, default=str), place)
+        key = (batch_identity(micro_batch, source="").digest, json.dumps(micro_batch.meta, sort_keys=True, default=str), source.partition("#")[2])
         if key in seen:
             raise ProfileError(f"micro-batches {seen[key]} and {source} are the same; give each once")
         seen[key] = source
