@@ -140,14 +140,18 @@ def loaded_by(code: str) -> set[str]:
     return set(finished.stdout.split("LOADED", 1)[1].split())
 
 
+def seconds_of(*arguments: str) -> tuple[float, str]:
+    started = time.perf_counter()
+    finished = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    return time.perf_counter() - started, finished.stdout
+
+
 def test_help_is_fast():
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        finished = subprocess.run([sys.executable, "-m", "hilore_cli", "--help"], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-        seconds.append(time.perf_counter() - started)
-    assert all(command in finished.stdout for command in ("profile", "plan", "apply", "bench", "rollout", "capture", "show", "demo"))
-    assert min(seconds) < 0.5
+    """In units of what any command line of typer and rich costs: 0.27 s of 0.15 s on one machine are 0.52 s on a slower one."""
+    runs = [(seconds_of("-m", "hilore_cli", "--help"), seconds_of("-c", "import typer.rich_utils, rich.markdown, rich.table")) for _ in range(5)]
+    shown = runs[0][0][1]
+    assert all(command in shown for command in ("profile", "plan", "apply", "bench", "rollout", "capture", "show", "demo"))
+    assert min(ours for (ours, _), _ in runs) < 2.5 * min(libraries for _, (libraries, _) in runs)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["--version"], ["plan", "--mem-cap", "much"]], ids=" ".join)
