@@ -20,7 +20,8 @@ from hilore_cli.files import write_atomic
 
 
 class Stages:
-    """One atomically written JSON file for each part; parts of another measurement (another key) are thrown away, with a warning.
+    """One atomically written JSON file for each part. Parts that are found are gone on from, those of another measurement (another key)
+    thrown away; either is said in a warning.
 
     Raises UsageError for a folder that is none of ours.
     """
@@ -30,10 +31,13 @@ class Stages:
         stamp = folder / "key"
         if folder.exists() and not stamp.is_file():
             raise UsageError(f"{folder}: is where unfinished parts are kept, and holds something else; give another output, or remove it")
+        found = len(list(folder.glob("*.json")))
         if folder.exists() and stamp.read_text() != key:
-            if any(folder.glob("*.json")):
+            if found:
                 warnings.warn(f"{folder}: its unfinished parts are of other options, files or versions, and are thrown away", stacklevel=2)
             shutil.rmtree(folder)
+        elif found:
+            warnings.warn(f"{folder}: an interrupted run is gone on with, {found} of its parts are here; to begin again, remove it", stacklevel=2)
         if not folder.exists():
             write_atomic(stamp, key.encode())
 

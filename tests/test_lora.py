@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 def test_what_is_put_on_is_found_again(folder, lora: Lora) -> None:
     model = load_model(folder, lora=lora)
     layers = decoder_layers(model)
-    wrapped = {name.rsplit(".", 1)[-1]: module for name, module in layers[0][1].named_modules() if hasattr(module, "lora_A")}
+    wrapped = {name.rsplit(".", 1)[-1]: module for name, module in layers[0][1].named_modules() if hasattr(module, "lora_A")}  # PEFT's mark of an adapted layer
     assert set(wrapped) == set(lora.targets or ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
     alpha = 2 * lora.rank if lora.alpha is None else lora.alpha
     assert {module.scaling["default"] for module in wrapped.values()} == {alpha / lora.rank}

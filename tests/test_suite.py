@@ -225,6 +225,14 @@ def test_the_command_writes_all_it_is_asked_for(planned, tmp_path, monkeypatch) 
         assert words in shown
 
 
+def test_a_wrong_name_is_told_before_the_model_is_loaded(planned, tmp_path) -> None:
+    save_json(freeze(planned[1]["bold"]), tmp_path / "bold.json")
+    save_micro_batch(tmp_path / "batch.parquet", BATCH)
+    error = CliRunner().invoke(app, ["bench", "--suite", str(tmp_path / "bold.json"), "--batch", str(tmp_path / "batch.parquet"), "--model", "./nowhere", "--heads", "chunked", "--peers", "magic"]).exception
+    assert isinstance(error, UsageError)
+    assert "method 'magic' is not known" in str(error)
+
+
 @pytest.mark.parametrize(("arguments", "words"), [(["--mem-cap", "1GiB"], "--mem-cap belongs to the comparison"), (["--suite", "--also", "store"], "leave out --also"), (["--codecs", "all", "--suite"], "leave out --suite")])
 def test_options_that_do_not_go_together(arguments: list[str], words: str) -> None:
     error = CliRunner().invoke(app, ["bench", *arguments]).exception

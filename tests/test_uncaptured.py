@@ -43,7 +43,7 @@ class Breaking(nn.Module):
             self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x):
-        if hasattr(self, "seen"):
+        if hasattr(self, "seen"):  # the buffer is there or not, as in layers that count
             self.seen += 1
         result = self.mlp(x)
         torch._dynamo.graph_break()

@@ -18,7 +18,7 @@ BATCH = synthetic_micro_batch(vocab_size=97, rows=4, prompt_tokens=8, completion
 
 def touch_pages(pages: int) -> None:
     with mmap.mmap(-1, pages * mmap.PAGESIZE) as block:
-        if hasattr(block, "madvise"):
+        if hasattr(block, "madvise"):  # not on every system
             block.madvise(mmap.MADV_NOHUGEPAGE)
         for page in range(pages):
             block[page * mmap.PAGESIZE] = 1

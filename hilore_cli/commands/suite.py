@@ -27,14 +27,16 @@ def bench_suite(plans: Mapping[str, FrozenPlan], batches: Sequence[tuple[str, Mi
     cap = None if mem_cap is None else parse_cap(mem_cap)
     draw = None if png is None else picture_writer()
     from hilore_cli.files import save_json, save_rows
-    from hilore_cli.suite import PEERS, run_suite
+    from hilore_cli.suite import PEERS, check_names, run_suite
 
     first = next(iter(plans.values()))
+    names = {"heads": split_names(heads), "peers": PEERS if peers is None else split_names(peers)}
+    check_names(plans, **names)  # a wrong one is told before the model is loaded
     set_threads(threads)
     loaded = load_planned_model(model or first.model.source, first, device=device)
     unfinished = None if output is None else output.with_name(f"{output.name}.unfinished")
     with reporter.progress() as progress:
-        report = run_suite(loaded, plans, batches, cap=cap, heads=split_names(heads), peers=PEERS if peers is None else split_names(peers), repeats=repeats, progress=progress, unfinished=unfinished)
+        report = run_suite(loaded, plans, batches, cap=cap, **names, repeats=repeats, progress=progress, unfinished=unfinished)
     if output is not None:
         save_json(report, output)
         shutil.rmtree(unfinished)
