@@ -50,7 +50,8 @@ class TrialPlan:
 
 
 def trial_plans(units: Sequence[UnitRow], classes: Sequence[LayerClass], layers: Sequence[LayerRow], *, codec: str) -> tuple[dict[str, Pattern], list[TrialPlan]]:
-    """Eight plans of one codec: calm units, all units, or the layers' inputs, on all, every second, the upper or lower layers.
+    """Eight different plans of one codec, or as many as there are: calm units, all units, or the layers' inputs, on all, every second,
+    the upper or lower layers.
 
     `calm` leaves the riskiest units out; `input` recomputes everything from the compressed input. Layers are dropped, riskiest
     first, from a plan that is predicted to be worse than LARGEST_ERROR.
@@ -76,6 +77,7 @@ def trial_plans(units: Sequence[UnitRow], classes: Sequence[LayerClass], layers:
     middle = len(layers) // 2
     where: dict[str, Callable[[int], bool]] = {"every layer": lambda i: True, "every second layer": lambda i: i % 2 == 1, "the upper layers": lambda i: i >= middle, "the lower layers": lambda i: i < middle}
     choices = [("calm", "every layer"), ("input", "every second layer"), ("all", "the upper layers"), ("calm", "the lower layers"), ("input", "every layer"), ("all", "every second layer"), ("calm", "the upper layers"), ("input", "the lower layers")]
+    choices += [("calm", "every second layer"), ("input", "the upper layers"), ("all", "the lower layers"), ("all", "every layer")]  # where thinning leaves some of those alike
     plans = []
     for kind, place in choices:
         chosen, total = set(), 0.0
@@ -85,7 +87,8 @@ def trial_plans(units: Sequence[UnitRow], classes: Sequence[LayerClass], layers:
                 total += cost
         if chosen:
             names = [f"{codec}-{kind}-{row.layer_class}" if row.index in chosen else RECOMPUTE_ALL for row in layers]
-            plans.append(TrialPlan(words=f"{kind} units, {len(chosen)} of {place}", codec=codec, layers=names, rho2=total))
+            if len(plans) < PAIRS and all(plan.layers != names for plan in plans):  # a pair must not count twice
+                plans.append(TrialPlan(words=f"{kind} units, {len(chosen)} of {place}", codec=codec, layers=names, rho2=total))
     if not plans:  # a wild codec: its calmest layer is tried whatever it costs
         cost, kind, index = min((cost, kind, index) for (kind, index), cost in costs.items() if cost > 0)
         names = [f"{codec}-{kind}-{row.layer_class}" if row.index == index else RECOMPUTE_ALL for row in layers]
