@@ -10,6 +10,7 @@ operator, but for the one case that is known (`_SCRATCH`).
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,8 +45,13 @@ aten = torch.ops.aten
 
 _GATHERS = {"embedding", "index_select", "gather", "index"}
 """Operators that read of their first argument only what they return."""
-_SCRATCH: dict[Any, Callable[[Tensor], int]] = {aten.logsumexp.default: lambda x: x.numel() * x.element_size()}
-"""Bytes that an operator takes and gives back, from its first argument: logsumexp keeps exp(x - max) on every device."""
+_SCRATCH: dict[Any, Callable[[Tensor, Tensor], int]] = {aten.logsumexp.default: lambda x, result: _nbytes(x) + 2 * _nbytes(result)}
+"""Bytes alive at most within an operator, from its first argument and its result: logsumexp keeps exp(x - max), the max and the result."""
+
+_DISPATCH = {"__torch_dispatch__", "_fn", "inner"}
+"""Functions between an operator's caller and a mode."""
+_HOLDERS = (4, 2)
+"""Uses of an operand, and of its storage, that the engine alone holds, counted while it is dispatched."""
 
 
 class StandInMode(FakeTensorMode):
@@ -184,13 +191,15 @@ class FakeTracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        read = _tensors((args, kwargs))
-        for tensor in read:
+        if func is aten.add.Tensor and _engine_adds_in_place(args):
+            func = aten.add_.Tensor
+        for tensor in _tensors((args, kwargs)):
             self._see(tensor, nbytes=0)  # it was there before the step
         result = func(*args, **kwargs)
         if func in _SCRATCH:
-            self._add(_SCRATCH[func](args[0]))
-            self._add(-_SCRATCH[func](args[0]))
+            scratch = _SCRATCH[func](args[0], result)
+            self._add(scratch)
+            self._add(-scratch)
         for tensor in _tensors(result):
             self._see(tensor, nbytes=tensor.untyped_storage().nbytes())
         if (work := work_of(func, args, kwargs, result)) is not None:
@@ -212,6 +221,22 @@ class FakeTracer(TorchDispatchMode):
 
     def _add(self, nbytes: int) -> None:
         self._live.append(self._live[-1] + nbytes)
+
+
+def _engine_adds_in_place(args: Sequence[Any]) -> bool:
+    """Whether a sum is one that the autograd engine would do in place, had no mode been on.
+
+    The engine sums the gradients of what was used twice (a tied embedding, a residual) into the first if that is dense and nothing else
+    holds it; but under a mode, and for every subclass, into new memory (torch 2.13, csrc/autograd/input_buffer.cpp).
+    """
+    caller = sys._getframe(1)
+    while caller is not None and caller.f_code.co_name in _DISPATCH:
+        caller = caller.f_back
+    if caller is None or caller.f_code.co_name != "_engine_run_backward" or torch.is_grad_enabled():
+        return False
+    first = args[0]
+    holders = first._use_count(), torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+    return holders == _HOLDERS and is_non_overlapping_and_dense_or_false(first)
 
 
 # ---------------------------------------------------------------------------------------------------------------- graphs
