@@ -47,11 +47,10 @@ _GATHERS = {"embedding", "index_select", "gather", "index"}
 """Operators that read of their first argument only what they return."""
 _SCRATCH: dict[Any, Callable[[Tensor, Tensor], int]] = {aten.logsumexp.default: lambda x, result: _nbytes(x) + 2 * _nbytes(result)}
 """Bytes alive at most within an operator, from its first argument and its result: logsumexp keeps exp(x - max), the max and the result."""
-
 _DISPATCH = {"__torch_dispatch__", "_fn", "inner"}
 """Functions between an operator's caller and a mode."""
 _HOLDERS = (4, 2)
-"""Uses of an operand, and of its storage, that the engine alone holds, counted while it is dispatched."""
+"""Uses of an operand, and of its storage, that the engine alone holds, counted while it is dispatched. Where torch counts otherwise, an estimate is too high."""
 
 
 class StandInMode(FakeTensorMode):

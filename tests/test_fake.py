@@ -98,12 +98,12 @@ def test_the_allocator_shows_kernels_scratch_beside_it(case, head):
     found = benches(case, head)
     (real, real_gc), (fake, fake_gc) = (measure_account(bench, bench.static()) for bench in (found.real, found.fake))
     states = RANDOM_STATE_BYTES * len(found.real.layers)
-    room = SCRATCH[case] * real_gc + 16  # and scalars
+    room = SCRATCH[case] * real_gc + (8 if head == "full" else 0)  # two scalars of the loss
     assert 0 <= real_gc - fake_gc <= states + room
     assert 0 <= real["head_bytes"] - fake["head_bytes"] <= states + room
     assert real["shared_bytes"] == fake["shared_bytes"]
     assert 0 <= real["tail_bytes"] - fake["tail_bytes"] <= room
-    assert 0 <= real["update_bytes"] - fake["update_bytes"] <= 16, "scalars"
+    assert 0 <= real["update_bytes"] - fake["update_bytes"] <= 16, "scalars within the norm of a gradient"
     none = found.real.peak_bytes("none") - found.fake.peak_bytes("none")
     assert abs(none) <= room
 
